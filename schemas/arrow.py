@@ -1,0 +1,163 @@
+"""Token rows: the columns of `completions`, `trajectories`, `evaluations`, and the one word on whether a row is valid.
+
+A record's value is one Arrow IPC stream, zstd, of one or more rows of one version. The names are an interface: people
+query them in SQL. `logprobs` are those of the distribution that was sampled (temperature and truncation applied).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+_TIME = pa.timestamp("us", tz="UTC")
+STAY = pa.struct(
+    [
+        pa.field("engine", pa.string(), nullable=False),
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("fingerprint", pa.string(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("kv_reused", pa.int32(), nullable=False),
+        pa.field("kv_recomputed", pa.int32(), nullable=False),
+    ]
+)
+NULLABLE = frozenset({"kept_logmass", "reward", "outcome", "score_error"})
+_COLUMNS: list[tuple[str, pa.DataType]] = [
+    ("run", pa.string()),
+    ("task", pa.string()),
+    ("purpose", pa.string()),
+    ("version", pa.int64()),
+    ("group", pa.int64()),
+    ("prompt_row", pa.int64()),
+    ("index", pa.int32()),
+    ("attempt", pa.int32()),
+    ("prompt_ids", pa.list_(pa.int32())),
+    ("response_ids", pa.list_(pa.int32())),
+    ("answer", pa.string()),
+    ("logprobs", pa.list_(pa.float32())),
+    ("kept_logmass", pa.list_(pa.float32())),
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("temperature", pa.float32()),
+    ("top_p", pa.float32()),
+    ("top_k", pa.int32()),
+    ("finish_reason", pa.string()),
+    ("engine_path", pa.list_(STAY)),
+    ("queued_at", _TIME),
+    ("started_at", _TIME),
+    ("finished_at", _TIME),
+    ("scored_at", _TIME),
+    ("reward", pa.float32()),
+    ("outcome", pa.float32()),
+    ("reward_parts", pa.map_(pa.string(), pa.float32())),
+    ("score_error", pa.string()),
+    ("attachments", pa.map_(pa.string(), pa.string())),
+    ("metadata", pa.string()),
+]
+TRAJECTORY = pa.schema([pa.field(name, kind, nullable=name in NULLABLE) for name, kind in _COLUMNS])
+COMPLETION = pa.schema([pa.field(f.name, f.type, nullable=f.nullable or f.name == "scored_at") for f in TRAJECTORY])
+"""As TRAJECTORY, but not scored yet: `scored_at` may be null too."""
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+
+Row = Mapping[str, Any]
+
+
+def to_bytes(rows: Sequence[Row], schema: pa.Schema = TRAJECTORY) -> bytes:
+    """Rows (of one version) as one IPC stream. Times are microseconds since 1970 (int)."""
+    assert len({row["version"] for row in rows}) == 1, "one record holds rows of one version"
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def to_table(value: bytes) -> pa.Table:
+    """The rows of a record. ValueError if the bytes are no Arrow stream or columns are missing."""
+    try:
+        with pa.ipc.open_stream(value) as reader:
+            table = reader.read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"not an Arrow stream: {error}") from error
+    missing = [name for name in TRAJECTORY.names if name not in table.column_names]
+    if missing:
+        raise ValueError(f"columns missing: {', '.join(missing)}")
+    return table
+
+
+def to_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Python rows; times as microseconds since 1970 (int), maps as dicts."""
+    for name in ("queued_at", "started_at", "finished_at", "scored_at"):
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, table.column(name).cast(pa.int64()))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for name in ("reward_parts", "attachments"):
+            row[name] = dict(row[name])
+    return rows
+
+
+def invalid_reason(row: Row, *, scored: bool) -> str | None:
+    """Why this row may not be used, or None. The one place that says so.
+
+    `scored`: the row comes from `trajectories` or `evaluations`, so it has a verdict or a `score_error`.
+    Reward applies it before writing (a bad row is dead-lettered), the trainer before the gradient (a bad row is a bug).
+    """
+    for name in TRAJECTORY.names:
+        unscored = not scored and name == "scored_at"
+        if row.get(name) is None and name not in NULLABLE and not unscored:
+            return f"{name} is null"
+    return _lengths(row) or _path(row) or _times(row, scored) or _verdict(row, scored)
+
+
+def _lengths(row: Row) -> str | None:
+    tokens = len(row["response_ids"])
+    if row["purpose"] not in ("train", "eval"):
+        return f"purpose is {row['purpose']!r}"
+    if row["finish_reason"] not in ("stop", "length", "error"):
+        return f"finish_reason is {row['finish_reason']!r}"
+    if not tokens:
+        return "response_ids is empty"
+    for name in ("logprobs", "loss_mask", "kept_logmass"):
+        if row[name] is not None and len(row[name]) != tokens:
+            return f"{name} has {len(row[name])} entries, response_ids {tokens}"
+    truncated = row["top_p"] < 1.0 or row["top_k"] > 0
+    if truncated and row["kept_logmass"] is None:
+        return "top_p or top_k truncate, but kept_logmass is null"
+    for place, (logprob, counts) in enumerate(zip(row["logprobs"], row["loss_mask"], strict=True)):
+        if not -1e30 < logprob <= 1e-6:
+            return f"logprobs[{place}] is {logprob}"
+        if not counts and logprob != 0.0:
+            return f"logprobs[{place}] is {logprob} where loss_mask is false"
+    if row["temperature"] <= 0.0:
+        return f"temperature is {row['temperature']}"
+    return None
+
+
+def _path(row: Row) -> str | None:
+    path = row["engine_path"]
+    if sum(stay["tokens"] for stay in path) != len(row["response_ids"]):
+        return "engine_path's tokens do not add up to response_ids"
+    other = [stay["version"] for stay in path if stay["version"] != row["version"]]
+    if other:
+        return f"engine_path has version {other[0]}, the row {row['version']}"
+    if any(not stay["fingerprint"] for stay in path):
+        return "engine_path has an empty fingerprint"
+    return None
+
+
+def _times(row: Row, scored: bool) -> str | None:
+    names = ["queued_at", "started_at", "finished_at"] + (["scored_at"] if scored else [])
+    for before, after in zip(names, names[1:], strict=False):
+        if row[before] > row[after]:
+            return f"{before} is after {after}"
+    return None
+
+
+def _verdict(row: Row, scored: bool) -> str | None:
+    judged = row["reward"] is not None and row["outcome"] is not None
+    if not scored:
+        return None if row["reward"] is None and row["outcome"] is None else "scored before it was judged"
+    if judged == (row["score_error"] is not None):
+        return "needs reward and outcome, or a score_error, and not both"
+    if judged and not (abs(row["reward"]) < 1e30 and abs(row["outcome"]) < 1e30):
+        return f"reward {row['reward']}, outcome {row['outcome']}: not finite"
+    return None

@@ -1,0 +1,107 @@
+"""From a message to a record's value and headers, and back. JSON for messages, Arrow for token rows; no pickle.
+
+Every record has the headers `schema` (`name/number`) and `id`. A reader of schema n reads n - 1. What cannot be read
+is a `BadRecord` with a reason that a person can act on; whoever reads puts it on `dead-letters`.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from schemas import messages as m
+from schemas.ids import record_id
+
+SCHEMA_NUMBERS: dict[str, int] = {
+    "prompt": 1,
+    "request": 1,
+    "partial": 1,
+    "weights": 1,
+    "control": 1,
+    "status": 1,
+    "batch": 1,
+    "journal": 1,
+    "metric": 1,
+    "dead-letter": 1,
+    "trajectory": 1,
+}
+T = TypeVar("T")
+
+
+class BadRecord(ValueError):
+    """A record that this reader cannot read; the text says why."""
+
+
+def _schema_and_id(message: m.Message) -> tuple[str, str]:
+    match message:
+        case m.PromptRecord():
+            return "prompt", record_id("prompt", message.dataset, message.purpose, message.epoch, message.row)
+        case m.RequestRecord():
+            return "request", record_id("request", message.group, message.index, message.attempt)
+        case m.PartialRecord():
+            return "partial", record_id("partial", message.group, message.index, message.attempt, message.reason)
+        case m.WeightsRecord():
+            return "weights", record_id("weights", message.version)
+        case m.BatchRecord():
+            return "batch", record_id("batch", message.step)
+        case m.JournalRecord():
+            return "journal", record_id("journal", message.sequence)
+        case m.MetricPoint():
+            return "metric", record_id("metric", message.source, message.at)
+        case m.DeadLetter():
+            return "dead-letter", record_id("dead-letter", message.topic, message.partition, message.offset)
+        case m.Swap() | m.Stop() | m.WantPrompts() | m.EndRun():
+            return "control", record_id(message.kind, *_who(message))
+        case _:
+            assert hasattr(message, "kind"), f"{type(message).__name__} is not a record"
+            return "status", record_id(message.kind, *_who(message))
+
+
+def _who(message: m.Message) -> list[object]:
+    names = ("engine", "incarnation", "group", "index", "attempt", "version", "after_sequence", "rows")
+    return [value for name in names if (value := getattr(message, name, None)) is not None]
+
+
+def encode(message: m.Message) -> tuple[bytes, dict[str, str]]:
+    """The record's value (JSON, UTF-8) and headers."""
+    schema, identity = _schema_and_id(message)
+    return message.model_dump_json().encode(), {"schema": f"{schema}/{SCHEMA_NUMBERS[schema]}", "id": identity}
+
+
+def arrow_headers(group: int, index: int, attempt: int) -> dict[str, str]:
+    """Headers of a record of token rows (`schemas/arrow.py` makes the value)."""
+    return {
+        "schema": f"trajectory/{SCHEMA_NUMBERS['trajectory']}",
+        "id": record_id("trajectory", group, index, attempt),
+    }
+
+
+def check_schema(headers: Mapping[str, str], name: str) -> None:
+    """BadRecord unless the header says `name/n` or `name/(n - 1)`."""
+    said = headers.get("schema", "")
+    number = SCHEMA_NUMBERS[name]
+    if said not in (f"{name}/{number}", f"{name}/{number - 1}"):
+        raise BadRecord(f"schema header is {said!r}, this reader reads {name}/{number} and {name}/{number - 1}")
+
+
+def decode(kind: type[T] | TypeAdapter[T], value: bytes, headers: Mapping[str, str]) -> T:
+    """The message in a record. `kind` is a message class, or `messages.CONTROL` / `messages.STATUS`."""
+    adapter: TypeAdapter[T] = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    names: dict[object, str] = {
+        m.PromptRecord: "prompt",
+        m.RequestRecord: "request",
+        m.PartialRecord: "partial",
+        m.WeightsRecord: "weights",
+        m.BatchRecord: "batch",
+        m.JournalRecord: "journal",
+        m.MetricPoint: "metric",
+        m.DeadLetter: "dead-letter",
+    }
+    name = "control" if kind is m.CONTROL else "status" if kind is m.STATUS else names[kind]
+    check_schema(headers, name)
+    try:
+        return adapter.validate_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "value"
+        raise BadRecord(f"{name}: {where}: {first['msg']}") from error

@@ -1,0 +1,283 @@
+"""What a person may set: one TOML file, one pydantic tree, every default, nothing else.
+
+An unknown key is refused with the nearest name. `[vllm]`, `[megatron]` and `[kafka]` go through untouched.
+Durations are seconds, sizes say their unit.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from schemas.topics import RUN_NAME
+
+PASSED_THROUGH = ("vllm", "megatron", "kafka")
+
+
+class SettingsError(ValueError):
+    """Bad configuration; the text names the file, the key and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Sampling(Section):
+    """How tokens are drawn; the trainer applies the same temperature."""
+
+    temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature of training samples.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; 1 = off.")
+    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 = off.")
+    max_new_tokens: int = Field(256, ge=1, description="Limit of a response, in tokens; a row may set its own.")
+    ignore_eos: bool = Field(False, description="Go on to the limit (rows that set their own length).")
+
+
+class Engines(Section):
+    """Rollout engines: how many, how large."""
+
+    kind: Literal["vllm", "paced"] = Field("vllm", description="vllm = real; paced = a cost table, no model.")
+    count: int = Field(2, ge=1, le=4096, description="Number of engines.")
+    seats: int = Field(32, ge=1, description="Requests at once in one engine.")
+    kv_mib: int = Field(256, ge=1, description="KV cache of one engine, MiB.")
+    tokens_per_request_max: int = Field(1024, ge=16, description="Prompt and response together, tokens.")
+    threads: int = Field(1, ge=1, description="OpenMP threads of one engine.")
+    timeout_s: float = Field(60.0, gt=0, description="An engine that says nothing for this long is lost.")
+    start_timeout_s: float = Field(600.0, gt=0, description="An engine must have joined after this long.")
+    request_timeout_s: float = Field(600.0, gt=0, description="A request older than this on one engine has failed.")
+
+
+class Scheduling(Section):
+    """The orchestrator's freedom."""
+
+    live_factor: float = Field(2.0, gt=0, description="Live groups at most, in batches.")
+    partition: Literal["packed", "proportional"] = Field("packed", description="How versions share the engines.")
+    rebalance_period_s: float = Field(5.0, gt=0, description="Partition again at least this often.")
+    failures_max: int = Field(3, ge=1, description="Failures of one sample until its group is voided.")
+    dynamic_sampling: bool = Field(False, description="Void groups whose outcomes do not vary (no_signal).")
+    voids_in_row_max: int = Field(256, ge=1, description="no_signal voids in a row until the run stops.")
+    weights_keep: int = Field(2, ge=1, description="Versions kept beyond those that something needs.")
+
+
+class Training(Section):
+    """The objective and the optimizer."""
+
+    kind: Literal["megatron", "paced"] = Field("megatron", description="megatron = real; paced = sleeps, no model.")
+    learning_rate: float = Field(1e-6, ge=0, description="AdamW.")
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + clip_high.")
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo")
+    loss_level: Literal["token", "sequence"] = Field("token")
+    updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens (padding counted) of one forward pass.")
+    threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
+    checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
+    checkpoints_keep: int = Field(2, ge=1)
+
+
+class Reward(Section):
+    """Graders run in subprocesses that are killed at their limits."""
+
+    workers: int = Field(1, ge=1, description="Scorer processes.")
+    pool: int = Field(2, ge=1, description="Grader subprocesses of one scorer.")
+    timeout_s: float = Field(10.0, gt=0, description="Limit of one grading.")
+    memory_mib: int = Field(2048, ge=64, description="Address space of one grader subprocess.")
+
+
+class Columns(Section):
+    """Which columns of the file are which."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+
+class Dataset(Section):
+    """Rows to train or evaluate on."""
+
+    path: str = Field("", description="JSONL file, relative to the configuration's folder; or use `task`.")
+    task: str = Field("", description="`reasoning_gym:<task>`: rows are made, not read.")
+    rows: int = Field(0, ge=0, description="Rows to make for `task`; 0 = all of a file.")
+    grader: str = Field("last_integer", description="last_integer, math_verify, reasoning_gym:<task>, module:function.")
+    purpose: Literal["train", "eval"] = Field("train")
+    weight: float = Field(1.0, gt=0, description="Share of this dataset among those of its purpose.")
+    template: Literal["chat", "plain"] = Field("chat", description="chat = the tokenizer's chat template.")
+    columns: Columns = Columns()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.path) == bool(self.task):
+            raise ValueError("set exactly one of `path` and `task`")
+        if self.task and not self.rows:
+            raise ValueError("`task` needs `rows` (how many to make)")
+        return self
+
+
+class Evaluation(Section):
+    """Held-out rows (`purpose = "eval"`), sampled at the first and the last version."""
+
+    samples: int = Field(0, ge=0, description="Samples per row; 0 = no evaluation.")
+    temperature: float = Field(1.0, gt=0, le=10)
+
+
+class Broker(Section):
+    """Kafka."""
+
+    address: str = Field("", description="host:port of a cluster; empty = an embedded broker. DORA_BROKER overrides.")
+    timeout_s: float = Field(120.0, gt=0, description="Away for longer: the run stops and can be resumed.")
+    replication: int = Field(1, ge=1, description="Replication factor of topics (3 on a cluster).")
+
+
+class Prefect(Section):
+    """The view of the run."""
+
+    enabled: bool = Field(True, description="false = no server, no UI; the run itself is the same.")
+    address: str = Field("", description="API address; empty = a local server. DORA_PREFECT overrides.")
+
+
+class Settings(Section):
+    """One run."""
+
+    name: str = Field("", description="Run name; empty = <config>-<nnn>.")
+    runs_dir: str = Field("runs", description="Folder of run folders.")
+    mode: Literal["sync", "dora"] = Field("dora")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, description="Training steps; 0 = until the datasets' epochs are used up.")
+    epochs: int = Field(0, ge=0, description="Passes over the training rows; 0 = as many as `steps` need.")
+    model: str = Field(
+        description="Hugging Face folder, or `builtin:smollm2`, `builtin:tiny` (made once by `dora run`)."
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Of published weights and of all forward passes."
+    )
+    group_size: int = Field(8, ge=1, description="Samples per prompt (G).")
+    groups_per_batch: int = Field(8, ge=1, description="Groups per step (B).")
+    staleness_max: int = Field(2, ge=0, le=64, description="Largest lag at the gradient (K); 0 = synchronous.")
+    sampling: Sampling = Sampling()
+    engines: Engines = Engines()
+    scheduling: Scheduling = Scheduling()
+    training: Training = Training()
+    reward: Reward = Reward()
+    dataset: tuple[Dataset, ...] = ()
+    evaluation: Evaluation = Evaluation()
+    broker: Broker = Broker()
+    prefect: Prefect = Prefect()
+    vllm: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM's EngineArgs.")
+    megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to Megatron's TransformerConfig.")
+    kafka: dict[str, Any] = Field(default_factory=dict, description="Passed to every Kafka client.")
+
+    @property
+    def lag_max(self) -> int:
+        """K of the mode: `sync` is K = 0."""
+        return 0 if self.mode == "sync" else self.staleness_max
+
+    @property
+    def live_max(self) -> int:
+        """Live groups at most: `live_factor x B`, with K = 0 exactly B."""
+        return self.groups_per_batch if self.lag_max == 0 else int(self.scheduling.live_factor * self.groups_per_batch)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.name and not RUN_NAME.fullmatch(self.name):
+            raise ValueError("name: use 1 to 80 letters, digits, '-' or '_'")
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError("set exactly one of `steps` and `epochs` (they would contradict each other)")
+        if self.group_size == 1 and self.training.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"group_size = 1 gives a group-relative advantage ({self.training.advantage}) nothing to compare: use 2 or more"
+            )
+        if self.live_max < 1:
+            raise ValueError("scheduling.live_factor x groups_per_batch is below 1 group: nothing could ever open")
+        if self.lag_max and self.scheduling.live_factor < 1:
+            raise ValueError("scheduling.live_factor below 1 can never fill a batch")
+        if self.engines.count * self.engines.seats < self.group_size:
+            raise ValueError(
+                f"all engines together have {self.engines.count * self.engines.seats} seats, a group needs {self.group_size}: "
+                "raise engines.count or engines.seats"
+            )
+        if (self.sampling.top_p < 1 or self.sampling.top_k > 0) and self.training.kind == "megatron":
+            raise ValueError(
+                "sampling.top_p and sampling.top_k truncate; training cannot account for the kept mass yet"
+            )
+        if not any(d.purpose == "train" for d in self.dataset):
+            raise ValueError('no [[dataset]] with purpose = "train"')
+        if self.evaluation.samples and not any(d.purpose == "eval" for d in self.dataset):
+            raise ValueError('evaluation.samples is set, but no [[dataset]] has purpose = "eval"')
+        return self
+
+    def notes(self) -> list[str]:
+        """What a person should know of this configuration, in sentences."""
+        said = []
+        if self.training.updates_per_step > 1:
+            said.append(
+                f"training.updates_per_step = {self.training.updates_per_step}: a token may be up to "
+                f"{(self.lag_max + 1) * self.training.updates_per_step - 1} optimizer updates old at the gradient, "
+                f"although lag is bounded by {self.lag_max} versions"
+            )
+        return said
+
+
+def parse_settings(text: str, source: str, overrides: Iterable[str] = ()) -> Settings:
+    """Settings of a TOML text. `source` names it in errors; `overrides` are `a.b=value` (TOML values, bare words are
+    strings). SettingsError names the key and the nearest one that exists."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{source}: not TOML: {error}") from error
+    for override in overrides:
+        _override(tree, override)
+    _refuse_unknown(tree, Settings, source)
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        for fault in error.errors(include_url=False):
+            where = ".".join(str(part) for part in fault["loc"])
+            lines.append(f"{source}: {where + ': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}")
+        raise SettingsError("\n".join(lines)) from error
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise SettingsError(f"--set {override}: write key=value, e.g. --set engines.count=3")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *parents, last = path.strip().split(".")
+    node: Any = tree
+    for parent in parents:
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise SettingsError(f"--set {override}: {'.'.join(parents)} is no table")
+    node[last] = parsed
+
+
+def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], source: str, prefix: str = "") -> None:
+    for key, value in tree.items():
+        if key not in model.model_fields:
+            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(model.model_fields))}"
+            raise SettingsError(f"{source}: unknown key {prefix}{key}: {hint}")
+        if key in PASSED_THROUGH and not prefix:
+            continue
+        inner = _section_of(model, key)
+        if inner is None:
+            continue
+        for place, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, dict):
+                number = f".{place}" if isinstance(value, list) else ""
+                _refuse_unknown(item, inner, source, f"{prefix}{key}{number}.")
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[Section] | None:
+    kind = model.model_fields[key].annotation
+    for candidate in (kind, *getattr(kind, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None

@@ -1,0 +1,80 @@
+"""The whole house on an in-memory log: what the services say to each other fits, also after an orchestrator's restart."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.models import write_tiny
+from schemas import messages as m
+from schemas.topics import Topics
+from tests.archive_checker import check
+from tests.house import house, settings_of
+from workers.orchestrator import recovery
+from workers.orchestrator.service import read_journal
+from workers.orchestrator.service import serve as serve_orchestrator
+from workers.runtime import clock
+from workers.transport.records.memory_bus import MemoryBus
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny(folder)
+    return folder
+
+
+def _effects(journal: list[m.JournalRecord], kind: type[m.Message]) -> list[m.Message]:
+    return [effect for record in journal for effect in record.effects if isinstance(effect, kind)]
+
+
+def test_a_run_from_prompt_to_last_version_passes_the_archive_checker(tmp_path: Path, tiny: Path) -> None:
+    run_dir = tmp_path / "whole"
+    settings = settings_of(run_dir, tiny)
+    bus = MemoryBus()
+    with house(settings, run_dir, bus) as running:
+        running.wait_end()
+        assert running.codes["orchestrator"] == 0
+    assert set(running.codes.values()) == {0}, running.codes
+    assert check(run_dir) == []
+    journal = read_journal(bus, Topics(settings.name).journal)
+    assert recovery.replay(settings, journal).ended
+    assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]
+
+
+def test_an_orchestrator_restarted_in_mid_run_goes_on_from_its_journal(tmp_path: Path, tiny: Path) -> None:
+    run_dir = tmp_path / "restart"
+    settings = settings_of(run_dir, tiny)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    with house(settings, run_dir, bus) as running:
+        reader = bus.reader()
+        reader.add(topics.batches, 0, "earliest")
+        limit = clock.monotonic_s() + 60
+        while not reader.poll(1000):
+            assert clock.monotonic_s() < limit, "no batch within 60 s"
+        running.stop("orchestrator")
+        running.start("orchestrator", lambda process: serve_orchestrator(process, bus))
+        running.wait_end()
+        assert running.codes["orchestrator"] == 0
+    assert check(run_dir) == []
+    journal = read_journal(bus, topics.journal)
+    assert [record.sequence for record in journal] == list(range(len(journal)))
+    assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]
+
+
+def test_an_unreadable_status_record_becomes_a_dead_letter_and_the_run_goes_on(tmp_path: Path, tiny: Path) -> None:
+    run_dir = tmp_path / "letters"
+    settings = settings_of(run_dir, tiny, steps=2)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    with house(settings, run_dir, bus) as running:
+        producer = bus.producer()
+        producer.send(topics.status, b"{not json", {"schema": "status/1", "id": "x"})
+        producer.send(topics.status, b"{}", {"schema": "status/9", "id": "x"})
+        producer.flush(5)
+        running.wait_end()
+    reader = bus.reader()
+    reader.add(topics.dead_letters, 0, "earliest")
+    letters = reader.poll(1000)
+    assert len(letters) == 2
+    assert check(run_dir) == []

@@ -1,0 +1,290 @@
+"""The orchestrator's hands: poll the log, let the mind think, carry out what it says.
+
+Rule 1: the mind decides everything; this file only turns records into events and effects into records.
+Rule 2: one poll = one transaction: the journal record (input positions, events, effects) and all records that carry
+the effects out. A crash leaves nothing half done; a second orchestrator is fenced by the log.
+Rule 3: what is not a record (topics, files) is made before the transaction and deleted after it; both are idempotent
+and done again from the journal after a restart.
+"""
+
+import base64
+from collections import OrderedDict
+
+from schemas import messages as m
+from schemas.codec import BadRecord, decode
+from schemas.ids import Position, sampling_seed
+from schemas.topics import version_key
+from workers.orchestrator import recovery
+from workers.orchestrator.state import Mind
+from workers.runtime import clock
+from workers.runtime.process import Process
+from workers.transport.records.bus import Bus, Record, publish
+from workers.transport.weights.store import Store
+
+POLL_MS = 100
+IDLE_TICK_S = 0.5
+"""Without records the mind hears of time this often."""
+METRICS_PERIOD_S = 2.0
+RETIRE_PERIOD_S = 2.0
+COMMIT_TIMEOUT_S = 60.0
+PAYLOADS_MAX = 20_000
+"""Prompts and partials kept at hand; what was dropped is read from the log again."""
+RECORDS_PER_POLL_MAX = 2_000
+
+
+def serve(process: Process, bus: Bus) -> int:
+    """Run until the mind ends the run (0) or the process is told to stop (0)."""
+    hands = Hands(process, bus)
+    try:
+        while not hands.mind.ended and not process.stopping.is_set():
+            hands.turn()
+    finally:
+        hands.close()
+    return 0
+
+
+class Hands:
+    """One orchestrator on one log."""
+
+    def __init__(self, process: Process, bus: Bus) -> None:
+        self.process, self.bus, self.topics = process, bus, process.topics
+        self.store = Store(process.weights_dir)
+        self.producer = bus.producer(self.topics.transactional_id)
+        journal = read_journal(bus, self.topics.journal)
+        self.mind = recovery.replay(process.settings, journal)
+        self.sequence = len(journal)
+        self.inputs = {self._input(kind): 0 for kind in ("prompts", "partials", "weights", "status")}
+        self.inputs.update(recovery.inputs(journal))
+        self.retired: set[int] = set()
+        self._do_again(journal)
+        self.reader = bus.reader()
+        for name, offset in self.inputs.items():
+            topic, partition = name.rsplit("/", 1)
+            self.reader.add(topic, int(partition), offset)
+        self.payloads: OrderedDict[Position, m.PromptRecord | m.PartialRecord] = OrderedDict()
+        self.tick_at = self.metrics_at = self.retire_at = clock.monotonic_s() - IDLE_TICK_S
+        self.decide_s = 0.0
+        self.letters: list[m.DeadLetter] = []
+        process.log.info("journal_replayed", records=len(journal), ended=self.mind.ended)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.producer.close()
+
+    def turn(self) -> None:
+        """One poll: read, think, write."""
+        records = self.reader.poll(POLL_MS, RECORDS_PER_POLL_MAX)
+        now = clock.monotonic_s()
+        if records or now - self.tick_at >= IDLE_TICK_S:
+            self.tick_at = now
+            events: list[m.Event] = [m.Tick(now=clock.now_us())]
+            events += [event for record in records if (event := self._event(record)) is not None]
+            effects = [effect for event in events for effect in self.mind.on(event)]
+            self.decide_s += clock.monotonic_s() - now
+            for record in records:
+                name = f"{record.topic}/{record.partition}"
+                self.inputs[name] = max(self.inputs[name], record.offset + 1)
+            self._carry_out(events, effects)
+        if now - self.retire_at >= RETIRE_PERIOD_S:
+            self.retire_at = now
+            self._retire()
+
+    # --- records to events ------------------------------------------------------------------
+
+    def _event(self, record: Record) -> m.Event | None:
+        """What the mind needs to know of a record; an unreadable one becomes a dead letter."""
+        try:
+            return self._read(record)
+        except BadRecord as error:
+            self.process.log.warning("dead_letter", topic=record.topic, offset=record.offset, reason=error)
+            self.letters.append(
+                m.DeadLetter(
+                    run=self.process.run,
+                    topic=record.topic,
+                    partition=record.partition,
+                    offset=record.offset,
+                    reason=str(error),
+                    value_base64=base64.b64encode(record.value).decode(),
+                )
+            )
+            return None
+
+    def _read(self, record: Record) -> m.Event:
+        match self.topics.kind(record.topic):
+            case "prompts":
+                prompt = decode(m.PromptRecord, record.value, record.headers)
+                self._keep(record.position, prompt)
+                return m.PromptArrived(
+                    row=record.offset,
+                    purpose=prompt.purpose,
+                    prompt_tokens=len(prompt.prompt_ids),
+                    max_new_tokens=prompt.max_new_tokens,
+                )
+            case "partials":
+                partial = decode(m.PartialRecord, record.value, record.headers)
+                self._keep(record.position, partial)
+                names = ("group", "index", "attempt", "version", "engine", "incarnation", "reason")
+                known = {name: getattr(partial, name) for name in names}
+                return m.PartialArrived(tokens=len(partial.response_ids), at=record.position, **known)
+            case "weights":
+                weights = decode(m.WeightsRecord, record.value, record.headers)
+                return m.WeightsArrived(version=weights.version, groups=weights.groups, fingerprint=weights.fingerprint)
+            case _:
+                return decode(m.STATUS, record.value, record.headers)
+
+    def _keep(self, position: Position, payload: m.PromptRecord | m.PartialRecord) -> None:
+        self.payloads[position] = payload
+        while len(self.payloads) > PAYLOADS_MAX:
+            self.payloads.popitem(last=False)
+
+    # --- effects to records -----------------------------------------------------------------
+
+    def _carry_out(self, events: list[m.Event], effects: list[m.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, m.MakeVersion):
+                self._make_version(effect.version)
+        self._fetch_payloads([effect for effect in effects if isinstance(effect, m.Issue)])
+        journal = m.JournalRecord(
+            run=self.process.run,
+            sequence=self.sequence,
+            inputs=dict(self.inputs),
+            events=tuple(events),
+            effects=tuple(effects),
+        )
+        self.producer.begin()
+        publish(self.producer, self.topics.journal, journal)
+        for effect in effects:
+            self._send(effect)
+        for letter in self.letters:
+            publish(self.producer, self.topics.dead_letters, letter)
+        self._send_metrics(stepped=any(isinstance(effect, m.BatchRecord) for effect in effects))
+        self.producer.commit(COMMIT_TIMEOUT_S)
+        self.sequence += 1
+        self.letters.clear()
+        self._afterwards(effects)
+
+    def _send(self, effect: m.Effect) -> None:
+        match effect:
+            case m.Issue():
+                topic, key = self.topics.requests(effect.version), version_key(effect.version)
+                publish(self.producer, topic, self._request(effect), partition=effect.engine, key=key)
+            case m.BatchRecord():
+                publish(self.producer, self.topics.batches, effect)
+            case m.Swap() | m.Stop() | m.WantPrompts() | m.EndRun():
+                publish(self.producer, self.topics.control, effect)
+            case _:
+                pass
+
+    def _afterwards(self, effects: list[m.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case m.RetireVersion():
+                    self.retired.add(effect.version)
+                case m.DeleteWeights():
+                    self.store.delete(effect.version)
+                case m.EngineLost():
+                    self.process.log.warning("engine_lost", engine=effect.engine, reason=effect.reason)
+                case m.VoidGroup():
+                    self.process.log.info("void", group=effect.group, reason=effect.reason, detail=effect.detail)
+                case m.BatchRecord():
+                    versions = sorted({version for _, version in effect.groups})
+                    self.process.log.info("chosen", step=effect.step, groups=len(effect.groups), versions=versions)
+                case m.EndRun():
+                    self.process.log.info("end_run", outcome=effect.outcome, reason=effect.reason)
+                case _:
+                    pass
+
+    def _request(self, issue: m.Issue) -> m.RequestRecord:
+        prompt = self.payloads[Position(self.topics.prompts, 0, issue.prompt_row)]
+        assert isinstance(prompt, m.PromptRecord)
+        settings = self.process.settings
+        sampling = settings.sampling
+        temperature = sampling.temperature if issue.purpose == "train" else settings.evaluation.temperature
+        so_far: dict[str, object] = {}
+        if issue.partial is not None:
+            partial = self.payloads[issue.partial]
+            assert isinstance(partial, m.PartialRecord)
+            names = ("response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path", "started_at", "kv")
+            so_far = {name: getattr(partial, name) for name in names}
+        return m.RequestRecord.model_validate(
+            {
+                **issue.model_dump(exclude={"kind", "partial"}),
+                **so_far,
+                "run": self.process.run,
+                "task": prompt.task,
+                "prompt_ids": prompt.prompt_ids,
+                "answer": prompt.answer,
+                "seed": sampling_seed(settings.seed, issue.group, issue.index),
+                "temperature": temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": prompt.max_new_tokens,
+                "metadata": prompt.metadata,
+            }
+        )
+
+    def _fetch_payloads(self, issues: list[m.Issue]) -> None:
+        """Read from the log what is needed and no longer at hand."""
+        wanted = {Position(self.topics.prompts, 0, issue.prompt_row) for issue in issues}
+        wanted |= {issue.partial for issue in issues if issue.partial is not None}
+        missing = sorted(wanted - self.payloads.keys())
+        if not missing:
+            return
+        for position, record in self.bus.read(missing).items():
+            kind = m.PromptRecord if position.topic == self.topics.prompts else m.PartialRecord
+            self.payloads[position] = decode(kind, record.value, record.headers)
+
+    def _send_metrics(self, *, stepped: bool) -> None:
+        now = clock.monotonic_s()
+        if not stepped and now - self.metrics_at < METRICS_PERIOD_S:
+            return
+        self.metrics_at = now
+        values = {**self.mind.figures(), "decide_s": self.decide_s}
+        point = m.MetricPoint(run=self.process.run, source="orchestrator", at=clock.now_us(), values=values)
+        publish(self.producer, self.topics.metrics, point)
+
+    # --- what is no record ------------------------------------------------------------------
+
+    def _make_version(self, version: int) -> None:
+        self.bus.make_topics([self.topics.requests_spec(version, self.process.settings.engines.count)])
+
+    def _do_again(self, journal: list[m.JournalRecord]) -> None:
+        """After a restart: topics and files that a crash may have left undone."""
+        for effect in (effect for record in journal for effect in record.effects):
+            match effect:
+                case m.RetireVersion():
+                    self.retired.add(effect.version)
+                case m.DeleteWeights():
+                    self.store.delete(effect.version)
+                case _:
+                    pass
+
+    def _retire(self) -> None:
+        """Delete the requests topics of retired versions that the archive has read to their end."""
+        if not self.retired:
+            return
+        there = self.bus.topics(self.topics.prefix + "requests.")
+        group = self.topics.group("archive")
+        for version in sorted(self.retired):
+            topic = self.topics.requests(version)
+            if topic in there:
+                read = self.bus.committed(group, topic)
+                if any(read.get(partition, 0) < end for partition, end in self.bus.end_offsets(topic).items()):
+                    continue
+                self.bus.delete_topics([topic])
+                self.process.log.info("topic_deleted", topic=topic)
+            self.retired.discard(version)
+
+    def _input(self, kind: str) -> str:
+        return f"{self.topics.of(kind)}/0"
+
+
+def read_journal(bus: Bus, topic: str) -> list[m.JournalRecord]:
+    """All records of the journal so far. BadRecord stops the process: a journal with a hole is no history."""
+    reader = bus.reader()
+    reader.add(topic, 0, "earliest")
+    records: list[m.JournalRecord] = []
+    while not reader.at_end():
+        records += [decode(m.JournalRecord, record.value, record.headers) for record in reader.poll(POLL_MS)]
+    reader.close()
+    return records

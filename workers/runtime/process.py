@@ -1,0 +1,69 @@
+"""The body of one worker process: its name, its stop signal, its death with its parent.
+
+Exit codes: 0 done, 1 failed, 2 bad input.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.settings import Settings
+from schemas.topics import Topics
+from workers.runtime.errors import BadInput, DoraError
+from workers.runtime.log import Log, to_stderr
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Process:
+    """What every service is given. `stopping` is set by SIGTERM or SIGINT: finish the step at hand and return."""
+
+    name: str
+    settings: Settings
+    run_dir: Path
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.log = Log(self.name)
+        self.topics = Topics(self.settings.name)
+
+    @property
+    def run(self) -> str:
+        return self.settings.name
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.run_dir / "weights"
+
+
+def die_with_parent() -> None:
+    """Ask Linux to send SIGTERM when the parent ends, however it ends (elsewhere: nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == 1 and os.environ.get("DORA_PARENT", "1") != "1":
+            os.kill(os.getpid(), signal.SIGTERM)  # it ended before we asked
+
+
+def run_service(process: Process, serve: Callable[[], int]) -> int:
+    """Run `serve` with signals, logs and exit codes as every worker has them."""
+    to_stderr()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: process.stopping.set())
+    die_with_parent()
+    process.log.info("started", pid=os.getpid())
+    try:
+        code = serve()
+    except BadInput as error:
+        process.log.error("bad_input", error=error)
+        return 2
+    except DoraError as error:
+        process.log.error("failed", error=f"{type(error).__name__}: {error}")
+        return 1
+    process.log.info("ended", code=code)
+    return code
