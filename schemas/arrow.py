@@ -5,6 +5,7 @@ query them in SQL. `logprobs` are those of the distribution that was sampled (te
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -55,6 +56,7 @@ _COLUMNS: list[tuple[str, pa.DataType]] = [
 TRAJECTORY = pa.schema([pa.field(name, kind, nullable=name in NULLABLE) for name, kind in _COLUMNS])
 COMPLETION = pa.schema([pa.field(f.name, f.type, nullable=f.nullable or f.name == "scored_at") for f in TRAJECTORY])
 """As TRAJECTORY, but not scored yet: `scored_at` may be null too."""
+_READ = pa.schema([pa.field(f.name, f.type) for f in TRAJECTORY])
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 
 Row = Mapping[str, Any]
@@ -71,7 +73,8 @@ def to_bytes(rows: Sequence[Row], schema: pa.Schema = TRAJECTORY) -> bytes:
 
 
 def to_table(value: bytes) -> pa.Table:
-    """The rows of a record. ValueError if the bytes are no Arrow stream or columns are missing."""
+    """The rows of a record; any column may hold nulls, others than ours are dropped. ValueError if the bytes are no
+    Arrow stream, or columns are missing or of another type."""
     try:
         with pa.ipc.open_stream(value) as reader:
             table = reader.read_all()
@@ -80,7 +83,10 @@ def to_table(value: bytes) -> pa.Table:
     missing = [name for name in TRAJECTORY.names if name not in table.column_names]
     if missing:
         raise ValueError(f"columns missing: {', '.join(missing)}")
-    return table
+    try:
+        return table.select(_READ.names).cast(_READ)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"a column of another type: {error}") from error
 
 
 def to_rows(table: pa.Table) -> list[dict[str, Any]]:
@@ -91,7 +97,7 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         for name in ("reward_parts", "attachments"):
-            row[name] = dict(row[name])
+            row[name] = None if row[name] is None else dict(row[name])
     return rows
 
 
@@ -105,6 +111,9 @@ def invalid_reason(row: Row, *, scored: bool) -> str | None:
         unscored = not scored and name == "scored_at"
         if row.get(name) is None and name not in NULLABLE and not unscored:
             return f"{name} is null"
+    for name in ("prompt_ids", "response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path"):
+        if None in (row[name] or ()):
+            return f"{name} has a null in it"
     return _lengths(row) or _path(row) or _times(row, scored) or _verdict(row, scored)
 
 
@@ -146,7 +155,7 @@ def _path(row: Row) -> str | None:
 
 def _times(row: Row, scored: bool) -> str | None:
     names = ["queued_at", "started_at", "finished_at"] + (["scored_at"] if scored else [])
-    for before, after in zip(names, names[1:], strict=False):
+    for before, after in pairwise(names):
         if row[before] > row[after]:
             return f"{before} is after {after}"
     return None

@@ -9,178 +9,43 @@ journal is a list of these records.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from schemas.ids import Position, RequestKey
+from schemas.records import (
+    BatchRecord,
+    DeadLetter,
+    KvHandle,
+    Member,
+    Message,
+    MetricPoint,
+    PartialRecord,
+    PromptRecord,
+    Purpose,
+    RequestRecord,
+    Stay,
+    StopReason,
+    WeightsRecord,
+)
 
-Purpose = Literal["train", "eval"]
+__all__ = [
+    "BatchRecord",
+    "DeadLetter",
+    "KvHandle",
+    "Member",
+    "Message",
+    "MetricPoint",
+    "PartialRecord",
+    "PromptRecord",
+    "Purpose",
+    "RequestRecord",
+    "Stay",
+    "StopReason",
+    "WeightsRecord",
+]
+
 VoidReason = Literal["no_signal", "failed", "surplus", "cancelled"]
-StopReason = Literal["moved", "pressure", "environment", "snapshot"]
 EndOutcome = Literal["done", "failed", "cancelled"]
-
-
-class Message(BaseModel):
-    """Base of all records: frozen; an unknown field of a later writer is ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-# --- what a request carries -------------------------------------------------------------------
-
-
-class Stay(Message):
-    """`tokens` consecutive response tokens that one engine added under one version (a struct of `engine_path`)."""
-
-    engine: str
-    version: int
-    fingerprint: str
-    tokens: int
-    kv_reused: int = 0
-    kv_recomputed: int = 0
-
-
-class KvHandle(Message):
-    """Where the KV cache of a stopped request can be had. A seam: nobody writes one yet."""
-
-    location: str
-    tokens: int
-    fingerprint: str
-
-
-class PromptRecord(Message):
-    """A row of a dataset, tokenised once. Its offset in `prompts` is its `prompt_row` everywhere."""
-
-    run: str
-    prompt: str
-    prompt_ids: tuple[int, ...]
-    answer: str
-    task: str
-    dataset: str
-    purpose: Purpose
-    epoch: int
-    row: int
-    max_new_tokens: int
-    metadata: str = "{}"
-
-
-class RequestRecord(Message):
-    """One sample on its way to an engine; with `response_ids` a partial that goes on."""
-
-    run: str
-    group: int
-    index: int
-    attempt: int
-    version: int
-    engine: int
-    incarnation: int
-    sequence: int
-    purpose: Purpose
-    task: str
-    prompt_row: int
-    prompt_ids: tuple[int, ...]
-    answer: str
-    seed: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    queued_at: int
-    response_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    kept_logmass: tuple[float, ...] | None = None
-    loss_mask: tuple[bool, ...] = ()
-    engine_path: tuple[Stay, ...] = ()
-    started_at: int | None = None
-    kv: KvHandle | None = None
-    metadata: str = "{}"
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(self.group, self.index, self.attempt)
-
-
-class PartialRecord(Message):
-    """A request that stopped on one engine to go on elsewhere: everything sampled so far."""
-
-    run: str
-    group: int
-    index: int
-    attempt: int
-    version: int
-    engine: int
-    incarnation: int
-    reason: StopReason
-    response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    kept_logmass: tuple[float, ...] | None = None
-    loss_mask: tuple[bool, ...]
-    engine_path: tuple[Stay, ...]
-    started_at: int
-    kv: KvHandle | None = None
-
-
-class WeightsRecord(Message):
-    """Version `version` can be had at `location`: the trainer's one word that step `version - 1` is done.
-
-    `groups` is the batch's list, in its order ((group, version) pairs; empty for version 0).
-    """
-
-    run: str
-    version: int
-    step: int | None
-    groups: tuple[tuple[int, int], ...]
-    trajectories: int
-    kind: Literal["full", "adapter"] = "full"
-    base: int | None = None
-    location: str
-    manifest_sha256: str
-    fingerprint: str
-    lineage: str = ""
-    created_at: int
-    metrics: dict[str, float] = Field(default_factory=dict)
-
-
-class Member(Message):
-    """A trajectory of a batch: whose it is and where its row lies in `trajectories`."""
-
-    group: int
-    index: int
-    attempt: int
-    partition: int
-    offset: int
-    row: int
-
-
-class BatchRecord(Message):
-    """Step `step` trains exactly these rows, in this order."""
-
-    kind: Literal["batch"] = "batch"
-    run: str
-    step: int
-    exhausted: bool
-    groups: tuple[tuple[int, int], ...]
-    members: tuple[Member, ...]
-
-
-class DeadLetter(Message):
-    """A record that could not be read, or a row that may not be used, with the reason and the raw bytes (base64)."""
-
-    run: str
-    topic: str
-    partition: int
-    offset: int
-    reason: str
-    value_base64: str
-
-
-class MetricPoint(Message):
-    """Figures of one moment. `source` names who measured; `step` is None for what belongs to no step."""
-
-    run: str
-    source: str
-    at: int
-    step: int | None = None
-    values: dict[str, float]
 
 
 # --- control: orchestrator -> engines and prompts ---------------------------------------------
@@ -317,7 +182,7 @@ class Failed(Message):
 
 
 class Scored(Message):
-    """A trajectory is scored; its row lies in `trajectories` (or `evaluations`). `error`: no verdict (reward is None)."""
+    """A trajectory is scored; its row lies in `trajectories` (or `evaluations`). `error`: no verdict, no reward."""
 
     kind: Literal["scored"] = "scored"
     group: int

@@ -7,6 +7,7 @@ Durations are seconds, sizes say their unit.
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -180,6 +181,16 @@ class Settings(Section):
         """Live groups at most: `live_factor x B`, with K = 0 exactly B."""
         return self.groups_per_batch if self.lag_max == 0 else int(self.scheduling.live_factor * self.groups_per_batch)
 
+    def dataset_names(self) -> list[str]:
+        """What rows call each dataset (`task` in every record of theirs); unique among those of one purpose."""
+        names: list[tuple[str, str]] = []
+        for place, dataset in enumerate(self.dataset):
+            name = dataset.task or PurePath(dataset.path).stem
+            while (name, dataset.purpose) in names:
+                name += f"-{place}"
+            names.append((name, dataset.purpose))
+        return [name for name, _ in names]
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.name and not RUN_NAME.fullmatch(self.name):
@@ -188,7 +199,8 @@ class Settings(Section):
             raise ValueError("set exactly one of `steps` and `epochs` (they would contradict each other)")
         if self.group_size == 1 and self.training.advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
-                f"group_size = 1 gives a group-relative advantage ({self.training.advantage}) nothing to compare: use 2 or more"
+                f"group_size = 1 gives a group-relative advantage ({self.training.advantage}) nothing to compare: "
+                "use 2 or more"
             )
         if self.live_max < 1:
             raise ValueError("scheduling.live_factor x groups_per_batch is below 1 group: nothing could ever open")
@@ -196,8 +208,8 @@ class Settings(Section):
             raise ValueError("scheduling.live_factor below 1 can never fill a batch")
         if self.engines.count * self.engines.seats < self.group_size:
             raise ValueError(
-                f"all engines together have {self.engines.count * self.engines.seats} seats, a group needs {self.group_size}: "
-                "raise engines.count or engines.seats"
+                f"all engines together have {self.engines.count * self.engines.seats} seats, "
+                f"a group needs {self.group_size}: raise engines.count or engines.seats"
             )
         if (self.sampling.top_p < 1 or self.sampling.top_k > 0) and self.training.kind == "megatron":
             raise ValueError(

@@ -128,7 +128,7 @@ class Topics:
         """`requests` of `dora.<run>.requests.v000012`. ValueError if it is not this run's."""
         if not topic.startswith(self.prefix):
             raise ValueError(f"{topic} is not a topic of run {self.run}")
-        return topic[len(self.prefix) :].split(".")[0]
+        return topic[len(self.prefix) :].split(".", maxsplit=1)[0]
 
 
 def version_key(version: int) -> bytes:

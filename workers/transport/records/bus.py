@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from schemas.codec import encode
 from schemas.ids import Position
 from schemas.messages import Message
-from schemas.topics import TopicSpec
+from schemas.topics import RECORD_BYTES_MAX, TopicSpec
 from workers.runtime.errors import DoraError
 
 Start = int | Literal["earliest", "latest", "committed"]
@@ -39,6 +39,18 @@ class Record:
     @property
     def position(self) -> Position:
         return Position(self.topic, self.partition, self.offset)
+
+
+_FRAME_BYTES = 512
+"""What the wire adds to a record at most, without its headers (and 16 to each of these)."""
+
+
+def check_size(topic: str, value: bytes, headers: Mapping[str, str], key: bytes | None) -> None:
+    """ValueError if the record, as it goes over the wire, is larger than RECORD_BYTES_MAX."""
+    names = sum(len(name.encode()) + len(text.encode()) + 16 for name, text in headers.items())
+    size = len(value) + len(key or b"") + names + _FRAME_BYTES
+    if size > RECORD_BYTES_MAX:
+        raise ValueError(f"a record of {size} bytes for {topic}: the limit is {RECORD_BYTES_MAX}")
 
 
 class Delivery(Protocol):

@@ -1,0 +1,180 @@
+"""The command `dora`. Thin: each command parses, calls one function of its own file, prints.
+
+Exit codes: 0 done, 1 the run failed or a comparison differs, 2 bad input (said in one paragraph), 3 suspended,
+130 cancelled. Imports are inside the commands: `dora --help` answers at once.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="dora",
+    help="Asynchronous reinforcement learning for language models on a Kafka log.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object (or one per line) instead of text.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a setting.")]
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """A person's mistake: exit 2, the world's fault: exit 1, said once on stderr; our own bugs keep a traceback."""
+    from schemas.settings import SettingsError
+    from workers.runtime.errors import BadInput, DoraError
+    from workers.transport.records.bus import BusUnavailable
+
+    try:
+        yield
+    except (BadInput, SettingsError) as error:
+        print(f"dora: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except (DoraError, BusUnavailable) as error:
+        print(f"dora: {type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file, e.g. configs/quickstart.toml.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that stopped.")] = False,
+) -> None:
+    """Train: check everything, start all processes, show progress, end with a summary."""
+    with _faults():
+        from pipelines.launch import run_config
+
+        raise typer.Exit(run_config(config, overrides or [], resume))
+
+
+@app.command()
+def validate(
+    target: Annotated[
+        Path, typer.Argument(metavar="CONFIG|DATASET", help="A .toml configuration or a .jsonl dataset.")
+    ],
+    overrides: Overrides = None,
+    prompt: Annotated[str, typer.Option(help="Dataset: column of the prompt.")] = "prompt",
+    answer: Annotated[str, typer.Option(help="Dataset: column of the answer.")] = "answer",
+    as_json: AsJson = False,
+) -> None:
+    """Find every mistake in a configuration or a dataset without starting anything."""
+    with _faults():
+        from pipelines import config_file
+        from pipelines import validate as checks
+        from schemas.settings import Columns
+
+        if target.suffix == ".toml":
+            checked = checks.check_settings(config_file.read_settings(target, overrides or []))
+            rows, notes, more = checked.rows, checked.settings.notes(), {"prompt_tokens_max": checked.tokens_max}
+        else:
+            columns = Columns(prompt=prompt, answer=answer)
+            rows, notes, more = {str(target): checks.check_dataset(target, columns)}, [], {}
+        if as_json:
+            print(json.dumps({"valid": True, "source": str(target), "rows": rows, "notes": notes, **more}))
+        else:
+            counts = ", ".join(f"{name}: {count} rows" for name, count in rows.items())
+            print("\n".join([f"{target} is valid ({counts})", *(f"note: {note}" for note in notes)]))
+
+
+@app.command()
+def status(run: Run, as_json: AsJson = False) -> None:
+    """Where a run stands: step, versions, engines, queues, lag, rates."""
+    with _faults():
+        from pipelines import status as view
+        from pipelines.config_file import find_run
+
+        said = view.status_of(find_run(run))
+        print(json.dumps(said) if as_json else view.as_text(said))
+
+
+@app.command()
+def tap(
+    run: Run,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC")] = "trajectories",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read a stream of a run without touching it: live from the broker, later from the archive."""
+    with _faults():
+        from pipelines import tap as stream
+        from pipelines.config_file import find_run
+
+        for line in stream.lines(topic, stream.rows(find_run(run), topic, follow, threading.Event()), as_json):
+            print(line, flush=follow)
+
+
+@app.command()
+def export(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    version: Annotated[int, typer.Option(help="Which version.", min=0)],
+    as_json: AsJson = False,
+) -> None:
+    """Write a version as a Hugging Face folder."""
+    with _faults():
+        from pipelines.config_file import find_run
+        from pipelines.export import export as copy
+
+        record = copy(find_run(run), version, folder)
+        said = {"folder": str(folder.resolve()), "version": version, "fingerprint": record.fingerprint}
+        print(json.dumps(said) if as_json else f"version {version} is in {folder}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine: libraries, Java, memory, disk."""
+    with _faults():
+        from dataclasses import asdict
+
+        from pipelines.doctor import checks
+
+        found = checks(Path.cwd())
+        if as_json:
+            print(json.dumps({"ok": all(check.ok for check in found), "checks": [asdict(check) for check in found]}))
+        else:
+            for check in found:
+                print(
+                    f"{'ok ' if check.ok else 'NO '} {check.name:<16} {check.found}"
+                    + ("" if check.ok else f"  {check.advice}")
+                )
+        raise typer.Exit(0 if all(check.ok for check in found) else 1)
+
+
+@app.command()
+def worker(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="orchestrator, rollout, reward, trainer, archive, prompts")
+    ],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="The run's folder.")],
+    broker: Annotated[str, typer.Option("--broker", metavar="ADDRESS", help="host:port.", envvar="DORA_BROKER")],
+    number: Annotated[int, typer.Option("--number", min=0, help="Which engine or scorer.")] = 0,
+) -> None:
+    """One process of a run (the supervisor starts these; by hand or on another host they work the same)."""
+    with _faults():
+        from pipelines.workers_entry import run_worker
+
+        raise typer.Exit(run_worker(kind, run_dir, number, broker))
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

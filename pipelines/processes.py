@@ -1,0 +1,65 @@
+"""The processes of a run: kind, number, command line, environment. Nothing is started here.
+
+A worker started by hand gets the same environment (`worker_environment` fills what is not set).
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.settings import Settings
+
+RUN_MARK = "DORA_RUN_DIR"
+"""Set in the environment of every process of a run, so that leftovers can be told apart."""
+_VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One worker process. `engine` is its engine number, None if it is no engine."""
+
+    name: str
+    kind: str
+    number: int
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+    @property
+    def engine(self) -> int | None:
+        return self.number if self.kind == "rollout" else None
+
+
+def process_name(kind: str, number: int) -> str:
+    return f"{kind}-{number}" if kind in ("rollout", "reward") else kind
+
+
+def worker_environment(settings: Settings, kind: str) -> dict[str, str]:
+    """Threads and library switches of one worker. One OpenMP thread each unless the settings say more: spinning
+    threads of several processes on few cores slow all of them down many times over."""
+    threads = {"rollout": settings.engines.threads, "trainer": settings.training.threads}.get(kind, 1)
+    shared = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    shared |= {"KMP_BLOCKTIME": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
+    if kind == "rollout" and settings.engines.kind == "vllm":
+        shared |= _VLLM
+    return shared
+
+
+def specs(settings: Settings, run_dir: Path, broker: str) -> list[ProcessSpec]:
+    """All processes of a run in the order they start: whoever must hear everything first."""
+    counts = {"archive": 1, "orchestrator": 1, "trainer": 1, "prompts": 1}
+    counts |= {"reward": settings.reward.workers, "rollout": settings.engines.count}
+    return [_spec(settings, run_dir, broker, kind, number) for kind, count in counts.items() for number in range(count)]
+
+
+def _spec(settings: Settings, run_dir: Path, broker: str, kind: str, number: int) -> ProcessSpec:
+    argv = [sys.executable, "-m", "pipelines.cli", "worker", kind]
+    argv += ["--run-dir", str(run_dir), "--number", str(number), "--broker", broker]
+    environment = worker_environment(settings, kind) | {RUN_MARK: str(run_dir), "DORA_PARENT": str(os.getpid())}
+    return ProcessSpec(process_name(kind, number), kind, number, tuple(argv), environment)

@@ -1,0 +1,77 @@
+"""A run's progress for whoever started it: a live panel on a terminal, a line per period otherwise (stderr)."""
+
+import sys
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from pipelines import pictures
+from pipelines.tally import Snapshot
+from workers.runtime import clock
+
+LINE_PERIOD_S = 10.0
+
+
+class ProgressView(AbstractContextManager["ProgressView"]):
+    """Call `show` as often as you like."""
+
+    def __init__(self) -> None:
+        self._live: Any = None
+        self._said_at = 0.0
+        self._said = ""
+
+    def __enter__(self) -> "ProgressView":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            self._live.update(_panel(snapshot))
+            return
+        now = clock.monotonic_s()
+        text = pictures.line(snapshot)
+        if text != self._said and now - self._said_at >= LINE_PERIOD_S:
+            self.say(text)
+            self._said, self._said_at = text, now
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _panel(snapshot: Snapshot) -> Any:
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    goal = snapshot.steps or max(1, snapshot.step)
+    table.add_row(
+        f"step {snapshot.step}" + (f" of {snapshot.steps}" if snapshot.steps else ""), ProgressBar(goal, snapshot.step)
+    )
+    reward = "-" if snapshot.reward is None else f"{snapshot.reward:.3f}"
+    engines = " ".join("-" if version is None else f"v{version}" for version in snapshot.engines.values())
+    table.add_row("newest version", "-" if snapshot.version is None else str(snapshot.version))
+    table.add_row("engines host", engines or "models are loaded")
+    table.add_row("reward", reward)
+    table.add_row("tokens per second", f"{snapshot.tokens_per_second:.0f}")
+    table.add_row("groups", f"{snapshot.live_groups} live, {snapshot.queued_groups} complete, {snapshot.voided} voided")
+    table.add_row("lag", ", ".join(f"{lag}: {count}" for lag, count in snapshot.lag.items()) or "-")
+    if snapshot.restarts or snapshot.engines_lost:
+        table.add_row("faults", f"{snapshot.engines_lost} engines lost, {snapshot.restarts} restarts")
+    return Panel(table, title=snapshot.run)

@@ -1,0 +1,247 @@
+"""`summary.json` and `metrics.parquet` of a run, from nothing but its archive and its configuration.
+
+Rule 1: token rows are counted once: of rows with the same (group, index, attempt) the first counts, the rest are
+duplicates; of several attempts of one sample that were scored, one counts as generated and the rest as duplicates.
+Rule 2: held-out rows are in `reward.heldout_*` and nowhere else.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.children import write_whole
+from pipelines.tally import Tally
+from schemas import summary as s
+from schemas.settings import Settings
+from workers.taps import archive, evaluate
+
+SUMMARY = "summary.json"
+METRICS = "metrics.parquet"
+_METRIC_SCHEMA = pa.schema(
+    [
+        ("at", pa.timestamp("us", tz="UTC")),
+        ("source", pa.string()),
+        ("step", pa.int64()),
+        ("name", pa.string()),
+        ("value", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Scored training rows: figures per sample, and rewards by place on the log."""
+
+    tokens: dict[tuple[int, int], int]
+    tokens_at: dict[tuple[int, int, int], int]
+    reward_at: dict[tuple[int, int, int], float | None]
+    duplicates: int
+
+
+def write(settings: Settings, run_dir: Path) -> s.Summary:
+    """Both files; returns the summary."""
+    made = summarise(settings, run_dir)
+    write_whole(run_dir / SUMMARY, made.model_dump_json(indent=2) + "\n")
+    _write_metrics(run_dir)
+    return made
+
+
+def summarise(settings: Settings, run_dir: Path) -> s.Summary:
+    """The summary of what the archive says."""
+    tally = tally_of(run_dir)
+    rows = _rows(run_dir)
+    metrics = _texts(run_dir, "metrics")
+    members = [member for step in sorted(tally.trained_steps) for member in tally.members.get(step, [])]
+    places = [(member["partition"], member["offset"], member["row"]) for member in members]
+    generated = sum(rows.tokens.values())
+    working_s = _seconds(tally.first_issue_at, tally.last_weights_at)
+    lag = tally.lag_histogram()
+    voided: dict[str, int] = defaultdict(int)
+    for reason in tally.voided.values():
+        voided[reason] += 1
+    return s.Summary(
+        run=settings.name,
+        mode=settings.mode,
+        staleness_max=settings.lag_max,
+        group_size=settings.group_size,
+        groups_per_batch=settings.groups_per_batch,
+        steps=len(tally.trained_steps),
+        seconds=round(_seconds(tally.first_at, tally.now), 3),
+        tokens_generated=generated,
+        tokens_trained=sum(rows.tokens_at.get(place, 0) for place in places),
+        tokens_per_second=round(generated / working_s, 2) if working_s else 0.0,
+        groups=s.Groups(opened=len(tally.opened), trained=len(tally.trained), voided=dict(voided), live=tally.live),
+        trajectories=s.Trajectories(
+            generated=len(rows.tokens), trained=len(members), duplicates_ignored=rows.duplicates
+        ),
+        lag=s.Lag(histogram=lag, max=max(lag, default=0)),
+        versions=s.Versions(published=len(tally.fingerprints), hosted_max=tally.hosted_max),
+        migrations=_migrations(run_dir, tally),
+        time_share=_time_share(tally, metrics),
+        reward=_reward(tally, rows, run_dir),
+        weights=s.WeightsSummary(
+            fingerprint_first=tally.fingerprints.get(0, ""),
+            fingerprint_last=tally.fingerprints[max(tally.fingerprints)] if tally.fingerprints else "",
+        ),
+        faults=s.Faults(
+            engine_lost=tally.engines_lost,
+            restarts=int(sum(point["values"].get("restarts", 0) for point in metrics)),
+        ),
+    )
+
+
+def tally_of(run_dir: Path) -> Tally:
+    """The fold of the archived journal."""
+    tally = Tally()
+    for record in _texts(run_dir, "journal"):
+        tally.take(record)
+    return tally
+
+
+def _texts(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(value) for value in archive.read(run_dir, kind).column("value").to_pylist()]
+
+
+def _rows(run_dir: Path) -> _Rows:
+    table = archive.read(run_dir, "trajectories")
+    names = ("group", "index", "attempt", "partition", "offset", "reward")
+    columns = [table.column(name).to_pylist() for name in names]
+    lengths = pc.list_value_length(table.column("response_ids")).to_pylist()
+    rows = _Rows({}, {}, {}, 0)
+    duplicates = 0
+    before: tuple[int, int] = (-1, -1)
+    row = 0
+    for group, index, _, partition, offset, reward, tokens in zip(*columns, lengths, strict=True):
+        row = row + 1 if (partition, offset) == before else 0
+        before = (partition, offset)
+        rows.tokens_at[partition, offset, row] = tokens
+        rows.reward_at[partition, offset, row] = reward
+        if (group, index) in rows.tokens:
+            duplicates += 1
+        else:
+            rows.tokens[group, index] = tokens
+    return _Rows(rows.tokens, rows.tokens_at, rows.reward_at, duplicates)
+
+
+def _seconds(start: int | None, end: int | None) -> float:
+    return max(0.0, (end - start) / 1e6) if start is not None and end is not None else 0.0
+
+
+def _migrations(run_dir: Path, tally: Tally) -> s.Migrations:
+    """Every stay after the first is a move: its KV came along, or its tokens were prefilled again."""
+    count = reused = recomputed = 0
+    for kind in ("trajectories", "evaluations"):
+        for path in archive.read(run_dir, kind).column("engine_path").to_pylist():
+            for stay in path[1:]:
+                count += 1
+                reused += stay["kv_reused"] > 0
+                recomputed += stay["kv_reused"] == 0
+    return s.Migrations(
+        count=count,
+        kv_reused=reused,
+        reprefilled={"no_handle": recomputed} if recomputed else {},
+        bytes=0,
+        seconds=round(tally.engine_seconds()["migrate_s"], 3),
+    )
+
+
+def _time_share(tally: Tally, metrics: list[dict[str, Any]]) -> s.TimeShare:
+    of = tally.engine_seconds()
+    whole = sum(of.values()) or 1.0
+    run_s = _seconds(tally.first_at, tally.now) or 1.0
+    said = [point["values"] for point in metrics if point["source"] == "orchestrator"]
+    blocked = max((float(values.get("blocked_by_oldest_s", 0.0)) for values in said), default=0.0)
+    return s.TimeShare(
+        decode=round(of["decode_s"] / whole, 4),
+        prefill=round(of["prefill_s"] / whole, 4),
+        idle=round(of["idle_s"] / whole, 4),
+        load_weights=round(of["load_s"] / whole, 4),
+        migrate=round(of["migrate_s"] / whole, 4),
+        blocked_by_oldest=round(min(1.0, blocked / run_s), 4),
+        decide=round(min(1.0, _added_up([float(values.get("decide_s", 0.0)) for values in said]) / run_s), 4),
+    )
+
+
+def _added_up(counter: list[float]) -> float:
+    """A counter that starts at 0 again with its process: the sum of its last values."""
+    ends = [value for value, after in pairwise(counter) if after < value]
+    return sum(ends) + (counter[-1] if counter else 0.0)
+
+
+def _reward(tally: Tally, rows: _Rows, run_dir: Path) -> s.RewardSummary:
+    steps = sorted(tally.trained_steps & tally.members.keys())
+
+    def mean(step: int) -> float | None:
+        places = [(m["partition"], m["offset"], m["row"]) for m in tally.members[step]]
+        found = [reward for place in places if (reward := rows.reward_at.get(place)) is not None]
+        return round(sum(found) / len(found), 4) if found else None
+
+    heldout = evaluate.heldout(run_dir)
+    before = heldout[min(heldout)] if heldout else {}
+    after = heldout[max(heldout)] if len(heldout) > 1 else {}
+
+    def accuracy(tags: dict[str, evaluate.Accuracy], tag: str) -> float | None:
+        found = tags.get(tag)
+        return None if found is None or found.mean is None else round(found.mean, 4)
+
+    return s.RewardSummary(
+        first=mean(steps[0]) if steps else None,
+        last=mean(steps[-1]) if steps else None,
+        heldout_before=accuracy(before, evaluate.ALL),
+        heldout_after=accuracy(after, evaluate.ALL),
+        unseen_before=accuracy(before, "unseen"),
+        unseen_after=accuracy(after, "unseen"),
+    )
+
+
+def _write_metrics(run_dir: Path) -> None:
+    points = [
+        {"at": point["at"], "source": point["source"], "step": point["step"], "name": name, "value": value}
+        for point in _texts(run_dir, "metrics")
+        for name, value in point["values"].items()
+    ]
+    unfinished = run_dir / f"{METRICS}.tmp"
+    pq.write_table(pa.Table.from_pylist(points, schema=_METRIC_SCHEMA), unfinished)
+    unfinished.replace(run_dir / METRICS)
+
+
+def as_text(made: s.Summary) -> str:
+    """The summary for people."""
+    share, reward = made.time_share, made.reward
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    lag = ", ".join(f"lag {lag}: {count}" for lag, count in made.lag.histogram.items()) or "nothing trained"
+    voided = ", ".join(f"{reason} {count}" for reason, count in made.groups.voided.items()) or "none"
+    lines = [
+        f"run {made.run}: {made.steps} steps in {made.seconds:.0f} s, {made.tokens_per_second:.0f} tokens/s",
+        f"  versions       {made.versions.published} published, up to {made.versions.hosted_max} hosted at once",
+        f"  groups         {made.groups.opened} opened, {made.groups.trained} trained, {made.groups.live} live; "
+        f"voided: {voided}",
+        f"  trajectories   {made.trajectories.generated} generated, {made.trajectories.trained} trained, "
+        f"{made.trajectories.duplicates_ignored} duplicates ignored",
+        f"  lag            {lag} (at most {made.staleness_max} allowed)",
+        f"  moves          {made.migrations.count}",
+        f"  engines' time  decode {percent(share.decode)}, prefill {percent(share.prefill)}, "
+        f"idle {percent(share.idle)}, weights {percent(share.load_weights)}, moves {percent(share.migrate)}",
+        f"  run's time     blocked by the oldest {percent(share.blocked_by_oldest)}, deciding {percent(share.decide)}",
+        f"  reward         {_number(reward.first)} at the first step, {_number(reward.last)} at the last",
+        f"  held-out       {percent(reward.heldout_before)} before, {percent(reward.heldout_after)} after",
+    ]
+    if reward.unseen_before is not None:
+        lines.append(f"  never trained  {percent(reward.unseen_before)} before, {percent(reward.unseen_after)} after")
+    if made.faults.engine_lost or made.faults.restarts:
+        lines.append(f"  faults         {made.faults.engine_lost} engines lost, {made.faults.restarts} restarts")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,116 @@
+"""`dora worker KIND`: one process of a run, as the supervisor starts it or a person by hand.
+
+What a kind needs is imported when it is needed: a scorer never loads an engine.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from pipelines.config_file import read_resolved
+from pipelines.processes import process_name, worker_environment
+from workers.runtime.errors import BadInput
+from workers.runtime.process import Process, run_service
+from workers.transport.records.bus import Bus
+
+Kind = Literal["orchestrator", "rollout", "reward", "trainer", "archive", "prompts"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
+    """Run until it is told to stop; the exit code. BadInput."""
+    if kind not in KINDS:
+        raise BadInput(f"worker {kind!r} is not known; there are {', '.join(KINDS)}")
+    settings = read_resolved(run_dir)
+    for name, value in worker_environment(settings, kind).items():
+        os.environ.setdefault(name, value)  # libraries read it when they are loaded, below
+    process = Process(process_name(kind, number), settings, run_dir.resolve())
+    serve = _SERVICES[kind]
+
+    def open_and_serve() -> int:
+        from workers.transport.records.kafka_bus import open_bus
+
+        bus = open_bus(settings, broker)
+        try:
+            return serve(process, bus, number)
+        finally:
+            bus.close()
+
+    return run_service(process, open_and_serve)
+
+
+def _orchestrator(process: Process, bus: Bus, _: int) -> int:
+    from workers.orchestrator.service import serve
+
+    return serve(process, bus)
+
+
+def _rollout(process: Process, bus: Bus, number: int) -> int:
+    from workers.rollout.engines.base import Engine
+    from workers.rollout.service import serve
+
+    settings = process.settings
+    engine: Engine
+    if settings.engines.kind == "vllm":
+        from workers.rollout.engines.vllm_engine import VllmEngine
+
+        engine = VllmEngine(settings, Path(settings.model))
+    else:
+        from workers.rollout.engines.paced_engine import PacedEngine
+
+        engine = PacedEngine(settings)
+    try:
+        return serve(process, bus, engine, number, socket.gethostname())
+    finally:
+        engine.close()
+
+
+def _reward(process: Process, bus: Bus, number: int) -> int:
+    from workers.reward.service import serve
+
+    return serve(process, bus, number)
+
+
+def _trainer(process: Process, bus: Bus, _: int) -> int:
+    from workers.trainer.service import serve
+
+    from workers.trainer.learners.base import Learner
+
+    settings = process.settings
+    learner: Learner
+    if settings.training.kind == "megatron":
+        from workers.trainer.learners.megatron_learner import MegatronLearner
+
+        learner = MegatronLearner(settings, Path(settings.model))
+    else:
+        from workers.trainer.learners.paced_learner import PacedLearner
+
+        learner = PacedLearner(settings)
+    try:
+        return serve(process, bus, learner)
+    finally:
+        learner.close()
+
+
+def _archive(process: Process, bus: Bus, _: int) -> int:
+    from workers.taps.archive import serve
+
+    return serve(process, bus)
+
+
+def _prompts(process: Process, bus: Bus, _: int) -> int:
+    from pipelines.prompts import serve
+
+    return serve(process, bus)
+
+
+_SERVICES: dict[str, Callable[[Process, Bus, int], int]] = {
+    "orchestrator": _orchestrator,
+    "rollout": _rollout,
+    "reward": _reward,
+    "trainer": _trainer,
+    "archive": _archive,
+    "prompts": _prompts,
+}

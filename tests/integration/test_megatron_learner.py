@@ -1,0 +1,205 @@
+"""The Megatron learner against transformers and torch: parity, gradient, export, resume. Tiny models, one process."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.models import Family, write_tiny
+from tests.integration.helpers_megatron import learner_of, samples_of, straight_logprobs, straight_step
+from workers.runtime.errors import BadInput
+from workers.trainer.learners import megatron_cpu
+from workers.transport.weights.manifest import PROBE_TOKENS, RawTensor, fingerprint, probe_ids
+from workers.transport.weights.store import read_tensors
+
+pytestmark = pytest.mark.integration
+FAMILIES: list[tuple[Family, bool]] = [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
+
+
+def hf_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def as_torch(tensor: RawTensor) -> torch.Tensor:
+    kind = {"BF16": torch.bfloat16, "F32": torch.float32}[tensor.dtype]
+    return torch.frombuffer(bytearray(tensor.data), dtype=kind).reshape(tensor.shape)
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    family, tied = request.param
+    write_tiny(tmp_path, family, tied=tied, seed=3)
+    return tmp_path
+
+
+def test_every_family_has_the_log_probs_of_transformers_packed_or_alone(tiny: Path) -> None:
+    learner, model = learner_of(tiny), hf_model(tiny)
+    samples = samples_of(0)
+    packed = learner.logprobs(samples)
+    with torch.no_grad():
+        for sample, together in zip(samples, packed, strict=True):
+            straight = straight_logprobs(model, sample).tolist()
+            assert together == pytest.approx(straight, abs=1e-5)
+            assert learner.logprobs([sample])[0] == pytest.approx(straight, abs=1e-5)
+
+
+def test_every_family_exports_what_it_read_bit_for_bit(tiny: Path) -> None:
+    read = {tensor.name: tensor for tensor in read_tensors(tiny)}
+    for dtype, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        exported = list(learner_of(tiny, dtype=dtype).export())
+        assert sorted(tensor.name for tensor in exported) == sorted(read)
+        for tensor in exported:
+            assert torch.equal(as_torch(tensor), as_torch(read[tensor.name]).to(kind)), tensor.name
+
+
+def test_one_step_of_every_family_is_the_step_of_a_straight_loop(tiny: Path) -> None:
+    learner, model = learner_of(tiny, micro_batch_tokens=40), hf_model(tiny)
+    samples = samples_of(1)
+    said = learner.train(samples)
+    loss, norm = straight_step(model, samples, level="token", clip=(0.2, 0.28), learning_rate=1e-3)
+    assert said["loss"] == pytest.approx(loss, abs=1e-6)
+    assert said["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    straight = model.state_dict()
+    differences = torch.cat([(as_torch(one) - straight[one.name]).abs().flatten() for one in learner.export()])
+    # Adam's first step is lr x sign(gradient) almost everywhere: where a gradient is 0 but for rounding, it may turn.
+    assert float((differences > 1e-6).float().mean()) < 1e-3
+    assert float(differences.max()) <= 2.001e-3
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_tiny(folder)
+    return folder
+
+
+def test_sequence_level_is_the_straight_loops_too(llama: Path) -> None:
+    samples = samples_of(2)
+    said = learner_of(llama, loss_level="sequence").train(samples)
+    loss, norm = straight_step(hf_model(llama), samples, level="sequence", clip=(0.2, 0.28), learning_rate=1e-3)
+    assert said["loss"] == pytest.approx(loss, abs=1e-6)
+    assert said["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 30, 100, 4096])
+def test_micro_batches_of_any_size_make_one_gradient(llama: Path, budget: int) -> None:
+    samples = samples_of(4)
+    whole = learner_of(llama).train(samples)
+    split = learner_of(llama, micro_batch_tokens=budget).train(samples)
+    assert split == pytest.approx(whole, rel=1e-5, abs=1e-7)
+
+
+def test_each_of_several_updates_trains_its_own_whole_groups(llama: Path) -> None:
+    samples = samples_of(5, groups=4)
+    together = learner_of(llama, updates_per_step=2)
+    said = together.train(samples)
+    assert said["updates"] == 2.0
+    apart = learner_of(llama)
+    apart.train(samples[:8])
+    apart.train(samples[8:])
+    assert fingerprint(together.export()) == fingerprint(apart.export())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(llama: Path) -> None:
+    learner = learner_of(llama)
+    samples = samples_of(6)
+    before = fingerprint(learner.export())
+    said = learner.train([dataclasses.replace(samples[0], advantage=math.inf), *samples[1:]])
+    assert said["updates_skipped"] == 1.0
+    assert fingerprint(learner.export()) == before
+    assert learner.train(samples)["updates_skipped"] == 0.0
+    assert fingerprint(learner.export()) != before
+
+
+def test_a_masked_batch_changes_nothing_even_with_momentum(llama: Path) -> None:
+    learner = learner_of(llama)
+    samples = samples_of(7)
+    learner.train(samples)
+    before = fingerprint(learner.export())
+    learner.train([dataclasses.replace(one, loss_mask=[False] * len(one.response_ids)) for one in samples])
+    assert fingerprint(learner.export()) == before
+
+
+def test_a_bfloat16_learner_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(llama: Path, tmp_path: Path) -> None:
+    learner = learner_of(llama, dtype="bfloat16")
+    for seed in range(3):
+        learner.train(samples_of(seed))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    learner.save(folder, {"step": 3})
+    expected = [learner.train(samples_of(seed)) for seed in (8, 9)]
+    other = learner_of(llama, dtype="bfloat16")
+    assert other.restore(folder) == {"step": 3}
+    assert [other.train(samples_of(seed)) for seed in (8, 9)] == expected
+    assert fingerprint(other.export()) == fingerprint(learner.export())
+
+
+def test_small_steps_in_bfloat16_are_not_lost_to_rounding(llama: Path) -> None:
+    learner = learner_of(llama, dtype="bfloat16", learning_rate=1e-6)
+    first = fingerprint(learner.export())
+    for seed in range(20):
+        learner.train(samples_of(seed))
+    assert fingerprint(learner.export()) != first
+
+
+def test_the_probe_is_that_of_transformers(llama: Path) -> None:
+    ids = probe_ids(512)
+    with torch.no_grad():
+        logits = hf_model(llama)(torch.tensor([ids])).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    probed = learner_of(llama).probe(ids)
+    assert len(probed) == PROBE_TOKENS - 1
+    assert probed == pytest.approx(expected, abs=1e-5)
+
+
+def test_each_samples_own_temperature_is_applied(llama: Path) -> None:
+    cool, warm = samples_of(3, temperature=0.6), samples_of(3, temperature=1.0)
+    mixed = [one if place % 2 else other for place, (one, other) in enumerate(zip(cool, warm, strict=True))]
+    model, learner = hf_model(llama), learner_of(llama)
+    with torch.no_grad():
+        for sample, found in zip(mixed, learner.logprobs(mixed), strict=True):
+            assert found == pytest.approx(straight_logprobs(model, sample).tolist(), abs=1e-5)
+
+
+def test_figures_agree_with_the_log_probs(llama: Path) -> None:
+    learner = learner_of(llama)
+    samples = samples_of(1)
+    now = learner.logprobs(samples)
+    said = learner.train([dataclasses.replace(one, logprobs=found) for one, found in zip(samples, now, strict=True)])
+    assert said["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert said["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert said["ess"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.0 < said["entropy"] < math.log(512)
+
+
+def test_the_cpu_shim_is_there_exactly_where_no_gpu_is() -> None:
+    assert megatron_cpu.installed() is not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"num_hidden_layers": 3}, r"no tensor model\.layers\.2"),
+        ({"num_hidden_layers": 1}, "no place in the model"),
+        ({"vocab_size": 513}, "makes"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_with_the_reason(
+    llama: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(BadInput, match=said):
+        learner_of(tmp_path)

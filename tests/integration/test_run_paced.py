@@ -1,0 +1,60 @@
+"""A whole `dora run` with paced parts on a real broker and under a real Prefect server: end, faults, stop, resume."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.integration.whole_run import Running, assert_good, dora_run
+from workers.runtime import clock
+
+pytestmark = pytest.mark.integration
+START_LIMIT_S = 120.0
+
+
+def _until_step(running: Running, step: int) -> None:
+    """Wait until the run has trained that many steps."""
+    limit = clock.monotonic_s() + START_LIMIT_S
+    while f'"step": {step},' not in _status(running):
+        assert running.popen.poll() is None, running._story()
+        assert clock.monotonic_s() < limit, running._story()
+        threading.Event().wait(0.1)
+
+
+def _status(running: Running) -> str:
+    file = running.run_dir / "status.json"
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_paced_run_under_prefect_ends_well_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with dora_run("paced", tmp_path) as running:
+        ran = running.wait()
+        assert_good(ran, running, steps=8)
+    assert "Prefect UI http://127.0.0.1:" in ran.said
+    assert ran.summary.groups.trained == 32
+    assert ran.summary.lag.max <= 2
+    assert (ran.run_dir / "metrics.parquet").is_file()
+
+
+def test_an_engine_killed_in_mid_run_costs_nothing_but_time(tmp_path: Path) -> None:
+    with dora_run("paced", tmp_path, "prefect.enabled=false", "steps=12") as running:
+        _until_step(running, 2)
+        os.kill(running.worker("rollout-1"), signal.SIGKILL)
+        ran = running.wait()
+        assert_good(ran, running, steps=12)
+    assert ran.summary.faults.restarts == 1
+    assert ran.summary.faults.engine_lost >= 1
+
+
+def test_sigint_stops_within_seconds_and_resume_ends_the_run(tmp_path: Path) -> None:
+    with dora_run("paced", tmp_path, "prefect.enabled=false", "steps=12") as running:
+        _until_step(running, 3)
+        running.popen.send_signal(signal.SIGINT)
+        ran = running.wait(40.0)
+        assert ran.code == 130, ran.said
+        assert "--resume" in ran.said
+        assert running.processes() == []
+    with dora_run("paced", tmp_path, "prefect.enabled=false", "steps=12", resume=True) as running:
+        assert_good(running.wait(), running, steps=12)

@@ -1,0 +1,141 @@
+"""The command as people use it: what it prints, what it refuses, its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pipelines import children
+from pipelines.cli import app
+from pipelines.config_file import read_resolved, read_settings, write_resolved
+from tests.unit.pipeline_parts import a_config, some_settings, write_rows
+from workers.runtime.errors import BadInput
+
+
+def dora(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_valid_configuration_says_its_rows(tmp_path: Path) -> None:
+    done = dora("validate", a_config(tmp_path), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) | {"prompt_tokens_max": 0, "source": ""} == {
+        "valid": True,
+        "source": "",
+        "rows": {"train:rows": 7},
+        "notes": [],
+        "prompt_tokens_max": 0,
+    }
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest_one_and_exit_code_2(tmp_path: Path) -> None:
+    done = dora("run", a_config(tmp_path), "--set", "engines.cont=3")
+    assert done.exit_code == 2
+    assert "unknown key engines.cont: did you mean engines.count?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("steps=-1", "steps"),
+        ("model=nowhere", "model: nowhere is no Hugging Face folder"),
+        ("model=builtin:huge", "model: builtin:huge is not known"),
+        ("dataset=[{path='gone.jsonl'}]", "gone.jsonl: no such file"),
+        ("dataset=[{path='rows.jsonl', grader='last_intger'}]", "did you mean last_integer?"),
+        ("dataset=[{path='rows.jsonl', columns={prompt='question'}}]", "no column 'question'"),
+        ("sampling.max_new_tokens=2000", "7 row(s) do not fit"),
+        ("engines.tokens_per_request_max=5000", "knows 4096 positions"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, setting: str, said: str) -> None:
+    done = dora("run", a_config(tmp_path), "--set", setting)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_not_there_or_no_toml_is_exit_code_2(tmp_path: Path) -> None:
+    assert dora("run", tmp_path / "gone.toml").exit_code == 2
+    (tmp_path / "bad.toml").write_text("steps = ")
+    done = dora("validate", tmp_path / "bad.toml")
+    assert (done.exit_code, "not TOML" in done.stderr) == (2, True)
+
+
+def test_a_name_that_exists_is_refused_without_resume(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    done = dora("run", a_config(tmp_path), "--set", "name=first")
+    assert done.exit_code == 2
+    assert "run first exists already" in done.stderr
+    assert "--resume" in done.stderr
+
+
+def test_a_resume_may_only_grow_steps(tmp_path: Path) -> None:
+    settings = some_settings(tmp_path)
+    run_dir = tmp_path / "runs" / "r"
+    run_dir.mkdir(parents=True)
+    write_resolved(settings, run_dir)
+    config = a_config(tmp_path)
+    assert "which run?" in dora("run", config, "--resume").stderr
+    fewer = dora("run", config, "--resume", "--set", "name=r", "--set", "steps=1")
+    assert (fewer.exit_code, "steps may only grow" in fewer.stderr) == (2, True)
+    other = dora("run", config, "--resume", "--set", "name=r", "--set", "group_size=4")
+    assert (other.exit_code, "group_size differ" in other.stderr) == (2, True)
+    gone = dora("run", config, "--resume", "--set", "name=nobody")
+    assert (gone.exit_code, "no run here" in gone.stderr) == (2, True)
+
+
+def test_the_resolved_configuration_reads_back_as_it_was(tmp_path: Path) -> None:
+    settings = some_settings(tmp_path, vllm={"max_num_batched_tokens": 512})
+    write_resolved(settings, tmp_path)
+    assert read_resolved(tmp_path) == settings
+    assert Path(settings.dataset[0].path) == tmp_path / "rows.jsonl"
+    with pytest.raises(BadInput, match="no such configuration file"):
+        read_settings(tmp_path / "gone.toml")
+
+
+def test_a_dataset_alone_can_be_checked_with_other_columns(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "d.jsonl", [{"question": "1+1?", "answer": "2"}])
+    assert dora("validate", file).exit_code == 2
+    done = dora("validate", file, "--prompt", "question")
+    assert (done.exit_code, done.stdout) == (0, f"{file} is valid ({file}: 1 rows)\n")
+
+
+def test_status_of_a_run_without_supervisor_says_that_it_does_not_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    write_resolved(some_settings(tmp_path), run_dir)
+    said = json.loads(dora("status", run_dir, "--json").stdout)
+    assert said == {"folder": str(run_dir), "live": False}
+    assert "not running" in dora("status", run_dir).stdout
+    lock = children.RunLock(run_dir)
+    lock.take()
+    lock.note(broker="127.0.0.1:9")
+    assert json.loads(dora("status", run_dir, "--json").stdout) | {"folder": ""} == {
+        "folder": "",
+        "live": True,
+        "broker": "127.0.0.1:9",
+    }
+
+
+def test_unknown_runs_topics_and_workers_are_bad_input(tmp_path: Path) -> None:
+    assert "no run 'nobody'" in dora("status", "nobody").stderr
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    write_resolved(some_settings(tmp_path), run_dir)
+    assert "topic 'trajectory' is not known" in dora("tap", run_dir, "trajectory").stderr
+    done = dora("worker", "roll", "--run-dir", run_dir, "--broker", "127.0.0.1:9")
+    assert (done.exit_code, "worker 'roll' is not known" in done.stderr) == (2, True)
+    done = dora("export", run_dir, tmp_path / "out", "--version", "3")
+    assert (done.exit_code, "announced no version 3" in done.stderr) == (2, True)
+
+
+def test_doctor_names_every_check() -> None:
+    done = dora("doctor", "--json")
+    said = json.loads(done.stdout)
+    assert {check["name"] for check in said["checks"]} >= {"python", "memory", "disk", "vllm", "kafka", "java"}
+    assert done.exit_code == (0 if said["ok"] else 1)

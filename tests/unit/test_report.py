@@ -1,0 +1,199 @@
+"""The summary, from an archive written by hand: two steps, a move, a duplicate, a void, a lost engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import pictures, report, tap
+from pipelines.tally import Tally
+from schemas import messages as m
+from schemas.settings import Settings
+from schemas.summary import Summary
+from tests.unit.pipeline_parts import some_settings
+from tests.unit.reward_rows import a_row
+from workers.taps import archive
+
+SECOND = 1_000_000
+
+
+def _text_file(run_dir: Path, kind: str, values: list[m.Message]) -> None:
+    rows = [
+        {"partition": 0, "offset": n, "timestamp": n, "key": None, "id": str(n), "value": value.model_dump_json()}
+        for n, value in enumerate(values)
+    ]
+    table = pa.Table.from_pylist(rows, schema=archive.TEXT_SCHEMA)
+    archive.write_file(run_dir / "archive" / kind / f"0.{0:020d}.arrow", table)
+
+
+def _token_file(run_dir: Path, kind: str, rows: list[dict[str, Any]]) -> None:
+    numbered = [{**row, "partition": 0, "offset": offset} for offset, row in enumerate(rows)]
+    table = pa.Table.from_pylist(numbered, schema=archive._TOKEN_SCHEMAS["trajectories"])
+    archive.write_file(run_dir / "archive" / kind / f"0.{0:020d}.arrow", table)
+
+
+def _scored(group: int, index: int, reward: float, **other: Any) -> dict[str, Any]:
+    row = a_row(group, index, **other) | {"scored_at": 40, "reward": reward, "outcome": reward}
+    return row | {name: other[name] for name in ("engine_path", "purpose", "metadata") if name in other}
+
+
+def _member(group: int, index: int, offset: int) -> m.Member:
+    return m.Member(group=group, index=index, attempt=1, partition=0, offset=offset, row=0)
+
+
+def _batch(step: int, group: int, version: int, offset: int) -> m.BatchRecord:
+    members = tuple(_member(group, index, offset + index) for index in range(2))
+    return m.BatchRecord(run="r", step=step, exhausted=False, groups=((group, version),), members=members)
+
+
+def _issue(group: int, version: int, purpose: m.Purpose = "train") -> m.Issue:
+    return m.Issue(
+        group=group, index=0, attempt=1, version=version, engine=0, incarnation=1, sequence=group, purpose=purpose,
+        prompt_row=group, queued_at=1,
+    )  # fmt: skip
+
+
+def _score(group: int, index: int, reward: float, offset: int) -> m.Scored:
+    return m.Scored(
+        group=group, index=index, attempt=1, version=0, purpose="train", reward=reward, outcome=reward, error=None,
+        partition=0, offset=offset, row=0,
+    )  # fmt: skip
+
+
+def _beat(incarnation: int, tokens: int, decode_s: float, idle_s: float) -> m.Heartbeat:
+    return m.Heartbeat(
+        engine=0, incarnation=incarnation, version=0, running=1, waiting=0, kv_tokens=5, tokens=tokens,
+        decode_s=decode_s, idle_s=idle_s,
+    )  # fmt: skip
+
+
+def _journal() -> list[m.Message]:
+    polls: list[tuple[int, list[m.Event], list[m.Effect]]] = [
+        (1, [m.WeightsArrived(version=0, groups=(), fingerprint="f0")], []),
+        (2, [m.Hosting(engine=0, incarnation=1, version=0, fingerprint="f0", load_s=0.1)], []),
+        (3, [_beat(1, 0, 0.0, 0.0)], [_issue(0, 0, "eval"), *(_issue(group, 0) for group in range(10, 14))]),
+        (5, [_score(10, 0, 1.0, 0), _score(10, 1, 0.0, 1)], [_batch(0, 10, 0, 0)]),
+        (7, [m.WeightsArrived(version=1, groups=((10, 0),), fingerprint="f1"), _beat(1, 200, 3.0, 1.0)], []),
+        (8, [], [m.EngineLost(engine=0, incarnation=1, reason="killed")]),
+        (9, [_beat(9, 0, 1.0, 3.0)], [m.VoidGroup(group=12, version=0, reason="failed")]),
+        (11, [_score(11, 0, 1.0, 3), _score(11, 1, 1.0, 4)], [_batch(1, 11, 0, 3)]),
+        (13, [m.WeightsArrived(version=2, groups=((11, 0),), fingerprint="f2")], []),
+    ]  # fmt: skip
+    return [
+        m.JournalRecord(
+            run="r", sequence=n, inputs={}, events=(m.Tick(now=at * SECOND), *events), effects=tuple(effects)
+        )
+        for n, (at, events, effects) in enumerate(polls)
+    ]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = tmp_path / "r"
+    run.mkdir()
+    _text_file(run, "journal", _journal())
+    stays = [
+        {"engine": "0", "version": 0, "fingerprint": "f0", "tokens": 1, "kv_reused": 0, "kv_recomputed": 0},
+        {"engine": "1", "version": 0, "fingerprint": "f0", "tokens": 1, "kv_reused": 0, "kv_recomputed": 4},
+    ]
+    moved = _scored(11, 0, 1.0, engine_path=stays)
+    _token_file(
+        run, "trajectories", [_scored(10, 0, 1.0), _scored(10, 1, 0.0), _scored(10, 1, 0.0), moved, _scored(11, 1, 1.0)]
+    )
+    unseen = json.dumps({"unseen": True})
+    held = [(0, 0.0, "{}"), (0, 1.0, unseen), (2, 1.0, "{}"), (2, 1.0, unseen)]
+    _token_file(
+        run,
+        "evaluations",
+        [_scored(n, 0, r, version=v, purpose="eval", metadata=tag) for n, (v, r, tag) in enumerate(held)],
+    )
+    points = [
+        m.MetricPoint(run="r", source="orchestrator", at=1, values={"decide_s": 0.5, "blocked_by_oldest_s": 1.2}),
+        m.MetricPoint(run="r", source="orchestrator", at=2, values={"decide_s": 0.1, "blocked_by_oldest_s": 2.4}),
+        m.MetricPoint(run="r", source="supervisor", at=3, values={"restarts": 1.0}),
+        m.MetricPoint(run="r", source="trainer", at=4, step=0, values={"loss": 0.25}),
+    ]
+    _text_file(run, "metrics", list(points))
+    return run
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return some_settings(tmp_path, groups_per_batch=1)
+
+
+def test_every_group_and_token_is_counted_once(run_dir: Path, settings: Settings) -> None:
+    made = report.summarise(settings, run_dir)
+    assert made.steps == 2
+    assert made.groups.model_dump() == {"opened": 4, "trained": 2, "voided": {"failed": 1}, "live": 1}
+    assert made.trajectories.model_dump() == {"generated": 4, "trained": 4, "duplicates_ignored": 1}
+    assert (made.tokens_generated, made.tokens_trained) == (8, 8)
+    assert made.lag.model_dump() == {"histogram": {0: 2, 1: 2}, "max": 1}
+    assert made.tokens_per_second == round(8 / 10, 2)  # from the first issue at 3 s to version 2 at 13 s
+    assert made.versions.model_dump() == {"published": 3, "hosted_max": 1}
+    assert (made.weights.fingerprint_first, made.weights.fingerprint_last) == ("f0", "f2")
+    assert (made.faults.engine_lost, made.faults.restarts) == (1, 1)
+    assert (made.migrations.count, made.migrations.reprefilled) == (1, {"no_handle": 1})
+
+
+def test_rewards_are_of_the_trained_rows_and_held_out_ones_apart(run_dir: Path, settings: Settings) -> None:
+    reward = report.summarise(settings, run_dir).reward
+    assert (reward.first, reward.last) == (0.5, 1.0)
+    assert (reward.heldout_before, reward.heldout_after) == (0.5, 1.0)
+    assert (reward.unseen_before, reward.unseen_after) == (1.0, 1.0)
+
+
+def test_time_shares_add_up_all_incarnations_and_counters_that_began_again(run_dir: Path, settings: Settings) -> None:
+    share = report.summarise(settings, run_dir).time_share
+    assert (share.decode, share.idle, share.prefill) == (0.5, 0.5, 0.0)
+    assert share.blocked_by_oldest == round(2.4 / 12, 4)
+    assert share.decide == round(0.6 / 12, 4)
+
+
+def test_the_files_are_written_and_read_back(run_dir: Path, settings: Settings) -> None:
+    made = report.write(settings, run_dir)
+    assert Summary.model_validate_json((run_dir / "summary.json").read_text()) == made
+    metrics = pq.read_table(run_dir / "metrics.parquet").to_pylist()
+    assert {"source": "trainer", "step": 0, "name": "loss", "value": 0.25}.items() <= metrics[-1].items()
+    text = report.as_text(made)
+    assert "held-out       50.0 % before, 100.0 % after" in text
+    assert "lag 0: 2, lag 1: 2" in text
+
+
+def test_a_run_that_never_started_has_a_summary_too(tmp_path: Path, settings: Settings) -> None:
+    made = report.summarise(settings, tmp_path)
+    assert (made.steps, made.tokens_per_second, made.reward.heldout_before) == (0, 0.0, None)
+    assert "nothing trained" in report.as_text(made)
+
+
+def test_a_snapshot_in_mid_run_says_what_is_live_and_who_hosts_what(settings: Settings) -> None:
+    tally = Tally()
+    for record in _journal()[:5]:
+        tally.take(json.loads(record.model_dump_json()))
+    now = tally.snapshot("r", 2, 2)
+    assert (now.step, now.version, now.reward) == (1, 1, 0.5)
+    assert (now.live_groups, now.engines, now.tokens_per_second) == (3, {0: 0}, 50.0)
+    assert pictures.line(now).startswith("r: step 1/2, version 1, reward 0.500, 50 tokens/s, live groups 3, engines v0")
+    assert "| live groups | 3 of 2, 0 complete |" in pictures.markdown(now, settings)
+
+
+def test_a_curve_of_many_steps_stays_small() -> None:
+    svg = pictures.curve(tuple(n / 5000 for n in range(5000)), "reward")
+    assert len(svg) < 5000
+    assert svg.startswith("<svg")
+
+
+def test_a_tap_of_an_ended_run_reads_the_archive(run_dir: Path) -> None:
+    import threading
+
+    rows = list(tap.rows(run_dir, "trajectories", follow=False, stopping=threading.Event()))
+    assert len(rows) == 5
+    assert "group 11 sample 0 version 0 stop 2 tokens reward 1.000 engines 0 -> 1" in list(
+        tap.lines("trajectories", rows, as_json=False)
+    )
+    points = list(tap.rows(run_dir, "metrics", follow=False, stopping=threading.Event()))
+    assert points[-1]["value"]["values"] == {"loss": 0.25}
+    assert [json.loads(line) for line in tap.lines("metrics", points, as_json=True)] == points

@@ -1,0 +1,120 @@
+"""The body of a worker process: its log lines, its clock, its exit codes, its signals."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.runtime import clock
+from workers.runtime.errors import BadInput, DoraError, ProbeMismatch, WeightsUnavailable
+from workers.runtime.log import Log, _Line
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60
+START = """
+import sys
+from pathlib import Path
+from schemas.settings import parse_settings
+from workers.runtime.errors import *
+from workers.runtime.process import Process, run_service
+settings = parse_settings('name="r"\\nmodel="m"\\nsteps=1\\n[[dataset]]\\npath="a"\\n', "a.toml")
+process = Process("rollout-0", settings, Path("."))
+"""
+
+
+def _run(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", START + code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def test_a_log_line_is_time_level_process_event_and_fields(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Log("rollout-0").info("swapped", version=3, load_s=0.41)
+    line = _Line().format(caplog.records[-1])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO rollout-0 swapped version=3 load_s=0.41", line)
+
+
+def test_a_log_line_of_an_exception_carries_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise DoraError("gone")
+    except DoraError:
+        Log("trainer").exception("failed", step=1)
+    text = _Line().format(caplog.records[-1])
+    assert "ERROR trainer failed step=1\nTraceback" in text
+    assert text.endswith("DoraError: gone")
+
+
+def test_clock_counts_microseconds_since_1970_and_never_runs_backwards() -> None:
+    assert clock.now_us() > 1_700_000_000 * 10**6
+    moments = [clock.monotonic_s() for _ in range(100)]
+    assert moments == sorted(moments)
+    assert clock.cpu_s() > 0
+
+
+def test_own_errors_are_one_tree_and_bad_input_is_a_value_error() -> None:
+    assert issubclass(BadInput, DoraError)
+    assert issubclass(BadInput, ValueError)
+    assert issubclass(WeightsUnavailable, DoraError)
+    assert issubclass(ProbeMismatch, DoraError)
+
+
+def test_service_that_returns_ends_with_its_code() -> None:
+    done = _run("sys.exit(run_service(process, lambda: 0))")
+    assert done.returncode == 0, done.stderr
+    assert " INFO rollout-0 started pid=" in done.stderr
+    assert done.stderr.rstrip().endswith(" INFO rollout-0 ended code=0")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        ("BadInput('row 3: no answer')", 2, "ERROR rollout-0 bad_input error=row 3: no answer"),
+        ("DoraError('lost')", 1, "ERROR rollout-0 failed error=DoraError: lost"),
+        ("ProbeMismatch('stale')", 1, "ERROR rollout-0 failed error=ProbeMismatch: stale"),
+    ],
+)
+def test_worlds_fault_is_one_line_and_an_exit_code(error: str, code: int, line: str) -> None:
+    done = _run(f"def serve():\n    raise {error}\nsys.exit(run_service(process, serve))")
+    assert done.returncode == code, done.stderr
+    assert done.stderr.rstrip().endswith(line)
+    assert "Traceback" not in done.stderr
+
+
+def test_our_bug_falls_with_its_trace() -> None:
+    done = _run("def serve():\n    assert False, 'our bug'\nsys.exit(run_service(process, serve))")
+    assert done.returncode == 1
+    assert "AssertionError: our bug" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_the_service_end_its_step(number: signal.Signals) -> None:
+    code = (
+        "def serve():\n    print('up', flush=True)\n    assert process.stopping.wait(50)\n    return 0\n"
+        "sys.exit(run_service(process, serve))"
+    )
+    with subprocess.Popen([sys.executable, "-c", START + code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        child.send_signal(number)
+        assert child.wait(LIMIT_S) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_worker_whose_parent_is_killed_stops_by_itself() -> None:
+    worker = (
+        "import os\ndef serve():\n    print(os.getpid(), flush=True)\n    stopped = process.stopping.wait(50)\n"
+        "    print('stopped' if stopped else 'forgotten', flush=True)\n    return 0\n"
+        "sys.exit(run_service(process, serve))"
+    )
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {START + worker!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert int(child.stdout.readline()) != child.pid
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.stdout.readline() == "stopped\n"

@@ -1,0 +1,224 @@
+"""The trainer on an in-memory log with a paced learner: versions, duplicates, crashes, checkpoints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trainer_world import World
+from workers.runtime.process import Process
+from workers.trainer.checkpoint import MARKER
+from workers.trainer.learners.base import Sample
+from workers.trainer.learners.paced_learner import PacedLearner
+from workers.trainer.service import LostLog, serve
+from workers.transport.weights.manifest import fingerprint
+from workers.transport.weights.store import Store
+
+
+class Crash(Exception):
+    """The process is killed here."""
+
+
+class Watched(PacedLearner):
+    """Stops the trainer after so many steps, or crashes before one; remembers what it trained."""
+
+    def __init__(self, process: Process, steps: int, crash_at: int | None = None, salt: float = 0.0) -> None:
+        super().__init__(process.settings, pace=0.0)
+        self.process, self.steps, self.crash_at, self.salt = process, steps, crash_at, salt
+        self.trained: list[list[Sample]] = []
+
+    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+        if self.crash_at == len(self.trained):
+            raise Crash
+        self.trained.append(list(samples))
+        if len(self.trained) == self.steps:
+            self.process.stopping.set()
+        salted = [
+            Sample(s.prompt_ids, s.response_ids, s.logprobs, s.loss_mask, s.temperature, s.advantage + self.salt)
+            for s in samples
+        ]
+        return super().train(salted)
+
+
+def train(world: World, steps: int, crash_at: int | None = None, salt: float = 0.0) -> Watched:
+    """Serve until `steps` steps were trained (0: until it is up), or until the crash."""
+    process = Process("trainer", world.settings, world.run_dir)
+    if not steps:
+        process.stopping.set()
+    learner = Watched(process, steps, crash_at, salt)
+    if crash_at is None:
+        assert serve(process, world.bus, learner) == 0
+    else:
+        with pytest.raises(Crash):
+            serve(process, world.bus, learner)
+    return learner
+
+
+def test_the_first_start_publishes_version_0_and_a_second_one_does_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    train(world, 0)
+    train(world, 0)
+    (only,) = world.weights()
+    assert (only.version, only.step, only.groups, only.trajectories) == (0, None, (), 0)
+    folder, manifest = Store(tmp_path / "weights").open(only)
+    assert manifest.fingerprint == only.fingerprint
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_each_batch_makes_the_next_version_with_its_groups_in_order(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    records = [world.batch(0), world.batch(1, [0, 1]), world.batch(2, [1, 2])]
+    for record in records:
+        world.send_batch(record)
+    learner = train(world, 3)
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2, 3]
+    assert [one.step for one in said] == [None, 0, 1, 2]
+    assert [one.groups for one in said[1:]] == [record.groups for record in records]
+    assert len({one.fingerprint for one in said}) == 4
+    assert said[2].metrics["lag_max"] == 1.0
+    assert [point.step for point in world.metrics()] == [0, 1, 2]
+    assert [sample.advantage for sample in learner.trained[0]] == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+
+
+def test_a_batch_that_comes_twice_is_trained_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    first, second = world.batch(0), world.batch(1)
+    for record in (first, first, second, first):
+        world.send_batch(record)
+    learner = train(world, 2)
+    assert len(learner.trained) == 2
+    assert [one.version for one in world.weights()] == [0, 1, 2]
+
+
+def test_a_batch_with_too_old_a_group_stops_the_trainer_before_the_gradient(tmp_path: Path) -> None:
+    world = World(tmp_path, staleness_max=0)
+    world.send_batch(world.batch(0))
+    world.send_batch(world.batch(1, [0, 1]))
+    process = Process("trainer", world.settings, world.run_dir)
+    learner = Watched(process, 9)
+    with pytest.raises(AssertionError, match="lag 1 > 0"):
+        serve(process, world.bus, learner)
+    assert len(learner.trained) == 1
+    assert [one.version for one in world.weights()] == [0, 1]
+
+
+def test_a_gap_in_the_batches_is_a_bug(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.send_batch(world.batch(1))
+    process = Process("trainer", world.settings, world.run_dir)
+    with pytest.raises(AssertionError, match="step 0 is next"):
+        serve(process, world.bus, Watched(process, 1))
+
+
+def test_a_stop_saves_a_checkpoint_and_the_next_start_goes_on_from_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    train(world, 3)
+    assert [one.version for one in world.checkpoints()] == [2, 3]
+    assert world.checkpoints()[-1].kept == (2, 3)
+    learner = train(world, 2)
+    assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [6, 6, 7, 7]
+    assert [one.version for one in world.weights()] == [0, 1, 2, 3, 4, 5]
+    assert [point.step for point in world.metrics()] == [0, 1, 2, 3, 4]
+
+
+def test_a_crash_trains_later_batches_again_and_writes_nothing_twice(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(6):
+        world.send_batch(world.batch(step))
+    train(world, 9, crash_at=3)
+    assert [one.version for one in world.weights()] == [0, 1, 2, 3]
+    learner = train(world, 4)
+    assert len(learner.trained) == 4
+    assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [4, 4, 5, 5]
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2, 3, 4, 5, 6]
+    assert all(one.lineage == "" for one in said)
+    assert [point.step for point in world.metrics()] == [0, 1, 2, 3, 4, 5]
+    straight = World(tmp_path / "straight")
+    for step in range(6):
+        straight.send_batch(straight.batch(step))
+    train(straight, 6)
+    assert [one.fingerprint for one in straight.weights()] == [one.fingerprint for one in said]
+
+
+def test_a_crash_before_any_checkpoint_starts_from_the_initial_weights(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(3):
+        world.send_batch(world.batch(step))
+    train(world, 9, crash_at=1)
+    learner = train(world, 3)
+    assert len(learner.trained) == 3
+    assert [one.version for one in world.weights()] == [0, 1, 2, 3]
+    assert all(one.lineage == "" for one in world.weights())
+
+
+def test_other_weights_on_training_again_leave_the_announced_files_and_say_so(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    train(world, 9, crash_at=3)
+    announced = world.weights()[3]
+    train(world, 2, salt=0.5)
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2, 3, 4]
+    assert said[3] == announced
+    Store(tmp_path / "weights").open(said[3])
+    assert announced.fingerprint[:16] in said[4].lineage
+    train(world, 1)
+    assert world.weights()[5].lineage == said[4].lineage
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    train(world, 4)
+    (tmp_path / "checkpoints" / "step-000004" / MARKER).unlink()
+    learner = train(world, 3)
+    assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [4, 4, 5, 5]
+    assert [one.version for one in world.weights()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_files_of_a_version_that_was_never_announced_are_taken_up(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    made = Store(tmp_path / "weights").publish(
+        0,
+        PacedLearner(world.settings).export(),
+        model_folder=Path(world.settings.model),
+        probe_logprobs=[-1.0] * 63,
+        dtype="float32",
+    )
+    train(world, 0)
+    assert world.weights()[0].fingerprint == made.fingerprint == fingerprint(PacedLearner(world.settings).export())
+
+
+def test_the_last_step_is_checkpointed_whatever_the_period(tmp_path: Path) -> None:
+    world = World(tmp_path, steps=3)
+    for step in range(3):
+        world.send_batch(world.batch(step))
+    train(world, 3)
+    assert [one.version for one in world.checkpoints()] == [2, 3]
+
+
+def test_an_exhausted_data_sets_smaller_batch_is_trained_and_checkpointed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.send_batch(world.batch(0, [0], exhausted=True))
+    train(world, 1)
+    assert [one.version for one in world.weights()] == [0, 1]
+    assert world.weights()[1].trajectories == 2
+    assert [one.version for one in world.checkpoints()] == [1]
+
+
+def test_a_checkpoint_on_a_log_that_does_not_know_its_version_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(2):
+        world.send_batch(world.batch(step))
+    train(world, 2)
+    world.bus.delete_topics([world.topics.weights])
+    world.bus.make_topics(world.topics.specs())
+    process = Process("trainer", world.settings, world.run_dir)
+    with pytest.raises(LostLog, match="version 2"):
+        serve(process, world.bus, Watched(process, 1))

@@ -1,0 +1,115 @@
+"""A request on one engine: what it had when it came, what it got here, and the records that this becomes.
+
+Rule 1: pure; times are given. `queued_at` is never renewed, and queued <= started <= finished whatever clocks say.
+Rule 2: a stay in `engine_path` is made only where tokens were added; a request that never ran leaves its path alone.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.ids import RequestKey
+from schemas.messages import PartialRecord, RequestRecord, Stay, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request ran: the engine's number and incarnation, and the fingerprint that it served."""
+
+    engine: int
+    incarnation: int
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Running:
+    """`ids` and `logprobs`: the tokens of this stay, one log-prob each."""
+
+    request: RequestRecord
+    started_at: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request.key
+
+
+def begin(request: RequestRecord, now: int) -> Running:
+    """Taken up at `now`; a request that goes on keeps the time at which it first started."""
+    started_at = now if request.started_at is None else request.started_at
+    return Running(request, max(started_at, request.queued_at))
+
+
+def path(one: Running, place: Place) -> tuple[Stay, ...]:
+    """The request's stays, this one too. A request that goes on was prefilled again here, prompt and all."""
+    request = one.request
+    if not one.ids:
+        return request.engine_path
+    again = len(request.prompt_ids) + len(request.response_ids) if request.response_ids else 0
+    stay = Stay(
+        engine=str(place.engine),
+        version=request.version,
+        fingerprint=place.fingerprint,
+        tokens=len(one.ids),
+        kv_reused=0,
+        kv_recomputed=again,
+    )
+    return (*request.engine_path, stay)
+
+
+def to_partial(one: Running, place: Place, reason: StopReason) -> PartialRecord:
+    """The request stops here to go on elsewhere."""
+    request = one.request
+    return PartialRecord(
+        run=request.run,
+        group=request.group,
+        index=request.index,
+        attempt=request.attempt,
+        version=request.version,
+        engine=place.engine,
+        incarnation=place.incarnation,
+        reason=reason,
+        response_ids=(*request.response_ids, *one.ids),
+        logprobs=(*request.logprobs, *one.logprobs),
+        kept_logmass=request.kept_logmass,
+        loss_mask=(*request.loss_mask, *(True for _ in one.ids)),
+        engine_path=path(one, place),
+        started_at=one.started_at,
+    )
+
+
+def to_row(one: Running, place: Place, finish_reason: str, now: int) -> dict[str, Any]:
+    """The row of `completions` (schemas.arrow.COMPLETION) of a request that ended at `now`."""
+    request = one.request
+    partial = to_partial(one, place, "moved")
+    return {
+        "run": request.run,
+        "task": request.task,
+        "purpose": request.purpose,
+        "version": request.version,
+        "group": request.group,
+        "prompt_row": request.prompt_row,
+        "index": request.index,
+        "attempt": request.attempt,
+        "prompt_ids": list(request.prompt_ids),
+        "response_ids": list(partial.response_ids),
+        "answer": request.answer,
+        "logprobs": list(partial.logprobs),
+        "kept_logmass": None if partial.kept_logmass is None else list(partial.kept_logmass),
+        "loss_mask": list(partial.loss_mask),
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "finish_reason": finish_reason,
+        "engine_path": [stay.model_dump() for stay in partial.engine_path],
+        "queued_at": request.queued_at,
+        "started_at": one.started_at,
+        "finished_at": max(now, one.started_at),
+        "scored_at": None,
+        "reward": None,
+        "outcome": None,
+        "reward_parts": {},
+        "score_error": None,
+        "attachments": {},
+        "metadata": request.metadata,
+    }

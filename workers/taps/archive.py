@@ -1,0 +1,240 @@
+"""The archive: every record of the run as Arrow files, so that whoever audits a run needs only pyarrow.
+
+    archive/<topic without prefix>/<partition>.<first offset, 20 digits>.arrow      what it says
+    archive/unreadable/<topic without prefix>.<partition>.<offset>.arrow            raw, with the reason
+
+Token rows: the columns of `schemas/arrow.py` plus `partition`, `offset` (the rows of one record in their order).
+All else: `partition, offset, timestamp, key, id, value`, where `value` is the JSON text.
+
+Rule 1: a file is written whole, synced, and renamed into place; offsets are committed after that. After a crash the
+same records are read again and the file of the same name is replaced.
+Rule 2: nothing is lost: what cannot be parsed is kept raw. Nothing stops the archive but a full disk or the broker.
+Rule 3: a topic that the orchestrator deletes was read to its end before: it is simply not read any more.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from schemas import arrow
+from workers.runtime import clock
+from workers.runtime.process import Process
+from workers.transport.records.bus import Bus, Record
+
+DISCOVER_PERIOD_S = 0.5
+POLL_MS_MAX = 250
+UNREADABLE = "unreadable"
+END_LIMIT_S = 60.0
+TOKEN_KINDS = ("completions", "trajectories", "evaluations")
+_WHERE = [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False)]
+_TOKEN_SCHEMAS = {
+    kind: pa.schema([*(arrow.COMPLETION if kind == "completions" else arrow.TRAJECTORY), *_WHERE])
+    for kind in TOKEN_KINDS
+}
+_RECORD = [
+    *_WHERE,
+    pa.field("timestamp", pa.timestamp("us", tz="UTC"), nullable=False),
+    pa.field("key", pa.string()),
+    pa.field("id", pa.string()),
+]
+TEXT_SCHEMA = pa.schema([*_RECORD, pa.field("value", pa.string(), nullable=False)])
+RAW_SCHEMA = pa.schema([*_RECORD, pa.field("value", pa.binary(), nullable=False), pa.field("reason", pa.string())])
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+
+
+def serve(process: Process, bus: Bus) -> int:
+    """Archive until `process.stopping`, then read every topic to its end. BusUnavailable, OSError (disk full)."""
+    archive = Archive(process, bus)
+    try:
+        while not process.stopping.is_set():
+            archive.turn()
+        archive.finish()
+    finally:
+        archive.close()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """When files are written. The orchestrator deletes a version's requests topic only after that."""
+
+    period_s: float = 10.0
+    bytes_max: int = 64 << 20
+    records_max: int = 50_000
+
+
+@dataclass
+class _Waiting:
+    """Records of all partitions that are not in a file yet."""
+
+    records: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
+    count: int = 0
+    size: int = 0
+
+    def add(self, record: Record) -> None:
+        self.records.setdefault((record.topic, record.partition), []).append(record)
+        self.count += 1
+        self.size += len(record.value)
+
+
+class Archive:
+    """The archive of one run."""
+
+    def __init__(self, process: Process, bus: Bus, roll: Roll = Roll()) -> None:
+        self._process = process
+        self._limits = roll
+        self._bus = bus
+        self._folder = process.run_dir / "archive"
+        self._reader = bus.reader(process.topics.group("archive"))
+        self._reading: set[tuple[str, int]] = set()
+        self._waiting = _Waiting()
+        self._discovered_at = float("-inf")
+        self._rolled_at = clock.monotonic_s()
+
+    def turn(self) -> None:
+        """Find topics, read, write files when it is time."""
+        now = clock.monotonic_s()
+        if now - self._discovered_at >= DISCOVER_PERIOD_S:
+            self._discover()
+            self._discovered_at = now
+        for record in self._reader.poll(POLL_MS_MAX):
+            self._waiting.add(record)
+        full = self._waiting.size >= self._limits.bytes_max or self._waiting.count >= self._limits.records_max
+        if full or clock.monotonic_s() - self._rolled_at >= self._limits.period_s:
+            self._roll()
+
+    def finish(self) -> None:
+        """Read every topic to its end (the others of the run have stopped) and write what there is."""
+        self._discover()
+        end = clock.monotonic_s() + END_LIMIT_S
+        while clock.monotonic_s() < end:
+            records = self._reader.poll(POLL_MS_MAX)
+            for record in records:
+                self._waiting.add(record)
+            if not records and self._reader.at_end():
+                break
+        else:
+            self._process.log.warning("not_at_end", after_s=END_LIMIT_S)
+        self._roll()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _discover(self) -> None:
+        there = {
+            (topic, partition)
+            for topic, partitions in self._bus.topics(self._process.topics.prefix).items()
+            for partition in range(partitions)
+        }
+        for topic, partition in sorted(self._reading - there):
+            self._reader.remove(topic, partition)
+        for topic, partition in sorted(there - self._reading):
+            self._reader.add(topic, partition, "committed")
+        self._reading = there
+
+    def _roll(self) -> None:
+        """All waiting records into files, then the commit that they stand for."""
+        self._rolled_at = clock.monotonic_s()
+        if not self._waiting.count:
+            return
+        for (topic, partition), records in sorted(self._waiting.records.items()):
+            self._write(topic, partition, records)
+        self._waiting = _Waiting()
+        self._reader.commit()
+
+    def _write(self, topic: str, partition: int, records: Sequence[Record]) -> None:
+        name = topic.removeprefix(self._process.topics.prefix)
+        kind = self._process.topics.kind(topic)
+        tables, first = [], None
+        for record in records:
+            try:
+                tables.append(_token_table(kind, record) if kind in TOKEN_KINDS else _text(record))
+            except ValueError as error:  # UnicodeDecodeError, JSONDecodeError and ArrowInvalid are such
+                self._process.log.warning("unreadable", topic=name, partition=partition, offset=record.offset)
+                raw = {**_header(record), "value": record.value, "reason": f"{type(error).__name__}: {error}"}
+                file = self._folder / UNREADABLE / f"{name}.{partition}.{record.offset:020d}.arrow"
+                write_file(file, pa.Table.from_pylist([raw], schema=RAW_SCHEMA))
+                continue
+            first = record.offset if first is None else first
+        if first is not None:
+            table = pa.concat_tables(tables) if kind in TOKEN_KINDS else pa.Table.from_pylist(tables, TEXT_SCHEMA)
+            write_file(self._folder / name / f"{partition}.{first:020d}.arrow", table.combine_chunks())
+
+
+def _token_table(kind: str, record: Record) -> pa.Table:
+    """A record of token rows as rows of its archive file. ValueError."""
+    rows = arrow.to_table(record.value)
+    for column, value in zip(_WHERE, (record.partition, record.offset), strict=True):
+        rows = rows.append_column(column, pa.array([value] * rows.num_rows, column.type))
+    return rows.cast(_TOKEN_SCHEMAS[kind])
+
+
+def _text(record: Record) -> dict[str, Any]:
+    """Any other record as a row of its archive file. ValueError."""
+    text = record.value.decode()
+    json.loads(text)
+    return {**_header(record), "value": text}
+
+
+def _header(record: Record) -> dict[str, Any]:
+    return {
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp_us,
+        "key": None if record.key is None else record.key.decode(errors="replace"),
+        "id": record.headers.get("id"),
+    }
+
+
+def write_file(file: Path, table: pa.Table) -> None:
+    """Write, sync, rename into place, sync the folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.tmp")
+    with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=_OPTIONS) as writer:
+        writer.write_table(table)
+    _sync(unfinished)
+    unfinished.replace(file)
+    _sync(file.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(run_dir: Path, kind: str) -> pa.Table:
+    """All archived records of a kind (`trajectories`, `journal`, `requests` of all versions, ...), in the order of
+    topic, partition, offset; what was archived twice comes once. Empty if there is nothing."""
+    tables = [
+        table.filter(pa.array(keep))
+        for folder in _folders(run_dir / "archive", kind)
+        for table, keep in _without_doubles(folder)
+    ]
+    schema = _TOKEN_SCHEMAS.get(kind, TEXT_SCHEMA)
+    return pa.concat_tables([schema.empty_table(), *tables])
+
+
+def _folders(archive: Path, kind: str) -> list[Path]:
+    return sorted(folder for folder in archive.glob(f"{kind}*") if folder.name.split(".", maxsplit=1)[0] == kind)
+
+
+def _without_doubles(folder: Path) -> Iterator[tuple[pa.Table, list[bool]]]:
+    """Each file with a mask of the rows whose (partition, offset) no earlier file had."""
+    files = sorted(folder.glob("*.arrow"), key=lambda file: [int(part) for part in file.name.split(".")[:2]])
+    ends: dict[int, int] = {}
+    for file in files:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
+            table = reader.read_all()
+        partition = int(file.name.split(".", maxsplit=1)[0])
+        offsets = table.column("offset").to_pylist()
+        end = ends.get(partition, 0)
+        yield table, [offset >= end for offset in offsets]
+        ends[partition] = max([end, *(offset + 1 for offset in offsets)])

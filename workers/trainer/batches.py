@@ -1,0 +1,139 @@
+"""From the list of a batch to its samples: exactly the rows that the record names, in its order.
+
+Rule 1: rows are found by (partition, offset, row), never by order of arrival. The stream `trajectories` is read ahead
+   into memory; what is no longer (or not yet) there is read from the log by position.
+Rule 2: a row that may not be trained is our bug: the mind chose it. So it is an `assert`, and it comes before the
+   gradient: valid columns, the member's own row, one version per group, whole groups, and the lag (I1), looked at here
+   a second time by the same predicate as when the batch was chosen.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.arrow import invalid_reason, to_rows, to_table
+from schemas.codec import check_schema
+from schemas.ids import Position
+from schemas.invariants import lag_allowed
+from schemas.messages import BatchRecord, Member
+from schemas.topics import SCORE_PARTITIONS, Topics
+from workers.transport.records.bus import Bus, Record
+
+BUFFER_BYTES_MAX = 256 << 20
+READ_TIMEOUT_S = 60.0
+_POLL_RECORDS = 500
+
+Row = dict[str, Any]
+
+
+def check(record: BatchRecord, rows: Sequence[Row], *, group_size: int, staleness_max: int) -> None:
+    """AssertionError if step `record.step` may not train these rows (one per member, in order)."""
+    versions = dict(record.groups)
+    assert len(versions) == len(record.groups), f"step {record.step}: a group stands in the batch twice"
+    for (group, version), members in _in_order(record):
+        assert lag_allowed(record.step, version, staleness_max), (
+            f"step {record.step}: group {group} of version {version} has lag {record.step - version} > {staleness_max}"
+        )
+        indices = sorted(member.index for member in members)
+        assert indices == list(range(group_size)), f"step {record.step}: group {group} has samples {indices}"
+    assert len(record.members) == group_size * len(versions), f"step {record.step}: members of no group of the batch"
+    for member, row in zip(record.members, rows, strict=True):
+        where = f"step {record.step}: row {member.row} at {member.partition}/{member.offset}"
+        said: Row = {"group": member.group, "index": member.index, "attempt": member.attempt}
+        said |= {"version": versions[member.group], "purpose": "train"}
+        for name, value in said.items():
+            assert row[name] == value, f"{where}: {name} is {row[name]!r}, the batch says {value!r}"
+        reason = invalid_reason(row, scored=True)
+        assert reason is None, f"{where}: {reason}"
+        assert row["reward"] is not None, f"{where}: not scored ({row['score_error']})"
+
+
+def _in_order(record: BatchRecord) -> list[tuple[tuple[int, int], list[Member]]]:
+    return [(pair, [member for member in record.members if member.group == pair[0]]) for pair in record.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    version: int | None
+    record: Record
+
+
+class Gatherer:
+    """Reads `trajectories` ahead and picks the rows of batches."""
+
+    def __init__(
+        self, bus: Bus, topics: Topics, positions: Mapping[str, int], bytes_max: int = BUFFER_BYTES_MAX
+    ) -> None:
+        """`positions` maps `topic/partition` to where to start; earliest where it says nothing."""
+        self._bus, self._topic = bus, topics.trajectories
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._held: dict[Position, _Held] = {}
+        self._reader = bus.reader()
+        for partition in range(SCORE_PARTITIONS):
+            self._reader.add(self._topic, partition, positions.get(f"{self._topic}/{partition}", "earliest"))
+        self.read_by_position = 0
+
+    def read_ahead(self) -> None:
+        """Take in what is on the log now, without waiting. What does not fit is left to be read by position."""
+        while self._bytes < self._bytes_max and (records := self._reader.poll(0, _POLL_RECORDS)):
+            for record in records:
+                version = int(record.key) if record.key else None
+                self._held[record.position] = _Held(version, record)
+                self._bytes += len(record.value)
+
+    def rows(self, record: BatchRecord) -> list[Row]:
+        """The members' rows, in order. BusUnavailable."""
+        wanted = [Position(self._topic, member.partition, member.offset) for member in record.members]
+        self.read_ahead()
+        missing = [position for position in dict.fromkeys(wanted) if position not in self._held]
+        read = self._bus.read(missing, READ_TIMEOUT_S) if missing else {}
+        self.read_by_position += len(missing)
+        tables: dict[Position, list[Row]] = {}
+        for position in dict.fromkeys(wanted):
+            found = read[position] if position in read else self._held[position].record
+            check_schema(found.headers, "trajectory")
+            tables[position] = to_rows(to_table(found.value))
+        return [tables[position][member.row] for position, member in zip(wanted, record.members, strict=True)]
+
+    def prune(self, record: BatchRecord, oldest_version: int) -> None:
+        """Forget what the batch has used, and whatever is older than every version that may still be trained."""
+        used = {Position(self._topic, member.partition, member.offset) for member in record.members}
+        for position in [
+            position
+            for position, held in self._held.items()
+            if position in used or (held.version is not None and held.version < oldest_version)
+        ]:
+            self._bytes -= len(self._held.pop(position).record.value)
+
+    def positions(self) -> dict[str, int]:
+        """Where a reader that resumes here may start: nothing held is before it."""
+        starts = {f"{self._topic}/{p}": self._reader.position(self._topic, p) for p in range(SCORE_PARTITIONS)}
+        for position in self._held:
+            name = f"{position.topic}/{position.partition}"
+            starts[name] = min(starts[name], position.offset)
+        return starts
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def figures(record: BatchRecord, rows: Sequence[Row], *, now_us: int) -> dict[str, float]:
+    """Figures of a batch: lag (with a count of trajectories per lag), age, reward, outcome and length means."""
+    lags = [record.step - row["version"] for row in rows]
+    count = len(rows)
+    said = {
+        "trajectories": float(count),
+        "groups": float(len(record.groups)),
+        "lag_mean": sum(lags) / count,
+        "lag_max": float(max(lags)),
+        "queue_s_mean": sum(now_us - row["scored_at"] for row in rows) / count / 1e6,
+        "flight_s_mean": sum(row["finished_at"] - row["queued_at"] for row in rows) / count / 1e6,
+        "reward_mean": sum(row["reward"] for row in rows) / count,
+        "outcome_mean": sum(row["outcome"] for row in rows) / count,
+        "response_tokens_mean": sum(len(row["response_ids"]) for row in rows) / count,
+        "prompt_tokens_mean": sum(len(row["prompt_ids"]) for row in rows) / count,
+        "truncated_share": sum(row["finish_reason"] == "length" for row in rows) / count,
+    }
+    return said | {f"lag_{lag}_trajectories": float(number) for lag, number in sorted(Counter(lags).items())}

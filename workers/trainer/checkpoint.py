@@ -1,0 +1,121 @@
+"""Checkpoints of a run: folders `checkpoints/step-000010`, found again only when complete.
+
+Rule 1: written under a temporary name. The marker file is written last, then the folder gets its name: a folder without
+   its marker, or with one that cannot be read, is as good as none and is ignored.
+Rule 2: what a resume needs is in it: the learner's state, and `Progress` (step, version, stream positions, lineage).
+Rule 3: the newest `keep` stay; whatever else has the name of a checkpoint is removed once a newer one is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MARKER = "complete.json"
+_EXTRA = "extra.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class Progress(BaseModel):
+    """`step` is the next step to train, on top of version `version` (the two are equal). `positions` maps
+    `topic/partition` to the next offset to read; `fingerprint` is of the learner's weights as exported; `lineage` says
+    how they differ from the announced ones (empty: not at all)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    version: int
+    positions: dict[str, int]
+    fingerprint: str
+    lineage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    step: int
+    folder: Path
+
+
+def write(
+    root: Path, progress: Progress, save: Callable[[Path, Mapping[str, object]], None], keep: int
+) -> list[Checkpoint]:
+    """Save one (`save` is `Learner.save`), drop old ones; all complete checkpoints, oldest first. OSError (disk)."""
+    final = root / f"step-{progress.step:06d}"
+    if not _is_complete(final):
+        unfinished = root / f".{final.name}.tmp"
+        for leftover in (unfinished, final):
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save(unfinished, progress.model_dump())
+        _write_synced(unfinished / MARKER, json.dumps({"step": progress.step}))
+        unfinished.rename(final)
+        _sync_folder(root)
+    held = complete(root)
+    for checkpoint in held[:-keep]:
+        shutil.rmtree(checkpoint.folder)
+    return held[-keep:]
+
+
+def complete(root: Path) -> list[Checkpoint]:
+    """Complete checkpoints, oldest first."""
+    if not root.is_dir():
+        return []
+    matches = [(path, _NAME.fullmatch(path.name)) for path in root.iterdir()]
+    found = [Checkpoint(int(match[1]), path) for path, match in matches if match and _is_complete(path)]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest_complete(root: Path) -> Checkpoint | None:
+    """The newest complete checkpoint."""
+    held = complete(root)
+    return held[-1] if held else None
+
+
+def progress_of(extra: Mapping[str, object]) -> Progress:
+    """What `Learner.restore` gave back. ValueError if it is none of ours."""
+    return Progress.model_validate(extra)
+
+
+def versions(checkpoints: list[Checkpoint]) -> tuple[int, ...]:
+    """Versions that these checkpoints need: a checkpoint before step n stands on version n."""
+    return tuple(checkpoint.step for checkpoint in checkpoints)
+
+
+def write_extra(folder: Path, extra: Mapping[str, object]) -> None:
+    """For learners: `extra` beside their own files."""
+    _write_synced(folder / _EXTRA, json.dumps(dict(extra)))
+
+
+def read_extra(folder: Path) -> dict[str, object]:
+    """For learners: what `write_extra` wrote."""
+    extra: dict[str, object] = json.loads((folder / _EXTRA).read_text())
+    return extra
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        said = json.loads((folder / MARKER).read_text())
+        progress = progress_of(read_extra(folder))
+    except (OSError, ValueError, ValidationError):
+        return False
+    return bool(said == {"step": progress.step} and folder.name == f"step-{progress.step:06d}")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,63 @@
+"""A learner without a model: real messages and files, no large tensor. A step takes as long as a table says.
+
+Its weights are one small tensor that every step changes, by a function of what was trained alone: a step that is
+trained again gives the same fingerprint.
+"""
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from schemas.settings import Settings
+from workers.trainer.checkpoint import read_extra, write_extra
+from workers.trainer.learners.base import Sample
+from workers.transport.weights.manifest import RawTensor
+
+STEP_S = 0.01
+STEP_S_PER_TOKEN = 0.000002
+_STATE = "state.bin"
+_BYTES = 16
+
+
+class PacedLearner:
+    def __init__(self, settings: Settings, *, pace: float = 1.0) -> None:
+        """`pace` multiplies the table's seconds."""
+        self._pace = pace
+        self._state = hashlib.sha256(f"seed/{settings.seed}".encode()).digest()[:_BYTES]
+        self._dtype, self._item_bytes = ("BF16", 2) if settings.dtype == "bfloat16" else ("F32", 4)
+
+    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+        tokens = sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)
+        threading.Event().wait(self._pace * (STEP_S + STEP_S_PER_TOKEN * tokens))
+        digest = hashlib.sha256(self._state)
+        for sample in samples:
+            digest.update(struct.pack(f"<{len(sample.response_ids)}id", *sample.response_ids, sample.advantage))
+        self._state = digest.digest()[:_BYTES]
+        counted = sum(sum(sample.loss_mask) for sample in samples)
+        zeros = ("loss", "grad_norm", "clip_low_share", "clip_high_share", "mismatch_kl", "entropy", "nonfinite")
+        ones = ("ratio_mean", "ratio_max", "ess", "updates")
+        return dict.fromkeys(zeros, 0.0) | dict.fromkeys(ones, 1.0) | {"tokens": float(counted), "updates_skipped": 0.0}
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Those that were sampled: engine and trainer agree."""
+        return [list(sample.logprobs) for sample in samples]
+
+    def probe(self, ids: Sequence[int]) -> list[float]:
+        """-1 .. 0, a function of the state and the id."""
+        return [-self._state[place % _BYTES] / 256.0 for place in range(1, len(ids))]
+
+    def export(self) -> Iterator[RawTensor]:
+        yield RawTensor("paced.weight", self._dtype, (_BYTES // self._item_bytes,), self._state)
+
+    def save(self, folder: Path, extra: Mapping[str, object]) -> None:
+        (folder / _STATE).write_bytes(self._state)
+        write_extra(folder, extra)
+
+    def restore(self, folder: Path) -> dict[str, object]:
+        self._state = (folder / _STATE).read_bytes()
+        return read_extra(folder)
+
+    def close(self) -> None:
+        """It holds nothing."""

@@ -1,0 +1,269 @@
+"""The trainer's hands: read `batches`, gather the rows, train, publish the version, keep checkpoints.
+
+    batches: step n -> rows (batches.py) -> advantages -> Learner.train -> files -> `weights`: version n + 1 -> metrics
+
+Rule 1: step n trains on top of version n and nothing else; a batch that was trained already is ignored (I3).
+Rule 2: a version is announced after its files are complete, and never again (I5). A step that is trained again after
+   a crash compares fingerprints: equal, nothing is written; different, the announced files stay, training goes on from
+   its own weights, and the next announcement says so in `lineage`.
+Rule 3: a checkpoint stands on an announced version.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.arrow import Row
+from schemas.codec import decode
+from schemas.messages import BatchRecord, CheckpointSaved, Message, MetricPoint, WeightsRecord
+from schemas.topics import version_key
+from workers.runtime import clock
+from workers.runtime.errors import BadInput, DoraError
+from workers.runtime.process import Process
+from workers.trainer import batches, checkpoint
+from workers.trainer.advantages import by_group
+from workers.trainer.learners.base import Learner, Sample
+from workers.transport.records.bus import Bus, publish
+from workers.transport.weights.manifest import fingerprint, probe_ids
+from workers.transport.weights.store import Store
+
+POLL_MS_MAX = 200
+SOURCE = "trainer"
+
+
+class LostLog(DoraError):
+    """The log does not have what the checkpoint stands on: it is another run's, or its data is gone."""
+
+
+@dataclass
+class _State:
+    """`step` = the next step to train = the version that the learner holds."""
+
+    step: int = 0
+    lineage: str = ""
+    checkpointed: int = 0
+    announced: dict[int, str] = field(default_factory=dict)
+    """Version -> fingerprint."""
+
+
+def serve(process: Process, bus: Bus, learner: Learner) -> int:
+    """Run until `process.stopping`; 0. AssertionError on a batch that may not be trained, LostLog, BusUnavailable."""
+    trainer = _Trainer(process, bus, learner)
+    try:
+        trainer.resume()
+        trainer.loop()
+    finally:
+        trainer.close()
+    return 0
+
+
+class _Trainer:
+    def __init__(self, process: Process, bus: Bus, learner: Learner) -> None:
+        self._process, self._bus, self._learner = process, bus, learner
+        self._settings = process.settings
+        self._store = Store(process.weights_dir)
+        self._model = Path(self._settings.model)
+        self._probe_ids = probe_ids(_vocabulary(self._model))
+        self._checkpoints = process.run_dir / "checkpoints"
+        self._producer = bus.producer()
+        self._state = _State()
+        self._positions: dict[str, int] = {}
+
+    # --- start --------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Take up the newest complete checkpoint; learn what is announced; publish version 0 if it is not."""
+        state = self._state
+        found = checkpoint.latest_complete(self._checkpoints)
+        if found is not None:
+            progress = checkpoint.progress_of(self._learner.restore(found.folder))
+            state.step, state.lineage, self._positions = progress.step, progress.lineage, progress.positions
+            state.checkpointed = progress.step
+            mine = fingerprint(self._learner.export())
+            assert mine == progress.fingerprint, f"{found.folder} restored weights {mine}, saved {progress.fingerprint}"
+        state.announced = self._announced()
+        self._process.log.info("resumed", step=state.step, announced=len(state.announced))
+        if state.step and state.step not in state.announced:
+            raise LostLog(f"the checkpoint stands on version {state.step}, which the log does not announce")
+        if not state.announced:
+            self._publish(None, {})
+        elif not state.step:
+            self._compare()
+        self._gatherer = batches.Gatherer(self._bus, self._process.topics, self._positions)
+
+    def _announced(self) -> dict[int, str]:
+        reader = self._bus.reader()
+        reader.add(self._process.topics.weights, 0, "earliest")
+        found: dict[int, str] = {}
+        while not reader.at_end():
+            for record in reader.poll(POLL_MS_MAX):
+                weights = decode(WeightsRecord, record.value, record.headers)
+                found[weights.version] = weights.fingerprint
+        reader.close()
+        return found
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Batches as they come, until told to stop. A checkpoint at the end, if a step was trained since the last."""
+        reader = self._bus.reader()
+        reader.add(self._process.topics.batches, 0, "earliest")
+        try:
+            while not self._process.stopping.is_set():
+                records = reader.poll(POLL_MS_MAX, 1)
+                self._gatherer.read_ahead()
+                for record in records:
+                    self._take(decode(BatchRecord, record.value, record.headers))
+            if self._state.checkpointed != self._state.step:
+                self._checkpoint()
+        finally:
+            reader.close()
+            self._gatherer.close()
+
+    def _take(self, record: BatchRecord) -> None:
+        state = self._state
+        if record.step < state.step:
+            self._process.log.info("batch_ignored", step=record.step, next_step=state.step)
+            return
+        assert record.step == state.step, f"batch {record.step} came, step {state.step} is next"
+        metrics = self._train(record)
+        state.step += 1
+        if state.step in state.announced:
+            self._compare()
+        else:
+            self._publish(record, metrics)
+        self._gatherer.prune(record, state.step - self._settings.lag_max)
+        last = record.exhausted or state.step == self._settings.steps
+        if last or state.step % self._settings.training.checkpoint_every == 0:
+            self._checkpoint()
+
+    def _train(self, record: BatchRecord) -> dict[str, float]:
+        """One step; its figures."""
+        began = clock.monotonic_s()
+        rows = self._gatherer.rows(record)
+        batches.check(record, rows, group_size=self._settings.group_size, staleness_max=self._settings.lag_max)
+        figures = batches.figures(record, rows, now_us=clock.now_us())
+        gathered = clock.monotonic_s()
+        figures |= self._learner.train(samples_of(rows, self._settings.training.advantage))
+        trained = clock.monotonic_s()
+        tokens = figures["trajectories"] * (figures["response_tokens_mean"] + figures["prompt_tokens_mean"])
+        figures |= {
+            "gather_s": gathered - began,
+            "train_s": trained - gathered,
+            "tokens_per_second": tokens / max(trained - gathered, 1e-9),
+        }
+        self._process.log.info(
+            "trained", step=record.step, **{k: round(figures[k], 6) for k in _LOGGED if k in figures}
+        )
+        return _finite(figures)
+
+    # --- words --------------------------------------------------------------------------------
+
+    def _publish(self, record: BatchRecord | None, metrics: dict[str, float]) -> None:
+        """Write the files of the version that the learner holds, then announce it; metrics beside it."""
+        began = clock.monotonic_s()
+        version = self._state.step
+        made = self._store.publish(
+            version,
+            self._learner.export(),
+            model_folder=self._model,
+            probe_logprobs=self._learner.probe(self._probe_ids),
+            dtype=self._settings.dtype,
+        )
+        if made.differs:
+            self._diverged(version, made.fingerprint, made.offered)
+        now = clock.now_us()
+        metrics = metrics | {"publish_s": clock.monotonic_s() - began}
+        weights = WeightsRecord(
+            run=self._process.run,
+            version=version,
+            step=record.step if record else None,
+            groups=record.groups if record else (),
+            trajectories=len(record.members) if record else 0,
+            location=made.location,
+            manifest_sha256=made.manifest_sha256,
+            fingerprint=made.fingerprint,
+            lineage=self._state.lineage,
+            created_at=now,
+            metrics=metrics,
+        )
+        topics = self._process.topics
+        publish(self._producer, topics.weights, weights, key=version_key(version))
+        if record is not None:
+            point = MetricPoint(run=self._process.run, source=SOURCE, at=now, step=record.step, values=metrics)
+            publish(self._producer, topics.metrics, point)
+        self._producer.flush(self._settings.broker.timeout_s)
+        self._state.announced[version] = made.fingerprint
+        self._process.log.info("published", version=version, fingerprint=made.fingerprint[:16])
+
+    def _compare(self) -> None:
+        """The version was announced before a crash: nothing is written, and a difference is remembered."""
+        version = self._state.step
+        before, mine = self._state.announced[version], fingerprint(self._learner.export())
+        if mine != before:
+            self._diverged(version, before, mine)
+        self._process.log.info("compared", version=version, equal=mine == before)
+
+    def _diverged(self, version: int, before: str, mine: str) -> None:
+        note = f"version {version} was made again: {mine[:16]} instead of the announced {before[:16]}"
+        self._state.lineage = note if not self._state.lineage else f"{self._state.lineage}; {note}"
+        self._process.log.warning("lineage", note=note)
+
+    def _checkpoint(self) -> None:
+        state = self._state
+        progress = checkpoint.Progress(
+            step=state.step,
+            version=state.step,
+            positions=self._gatherer.positions(),
+            fingerprint=fingerprint(self._learner.export()),
+            lineage=state.lineage,
+        )
+        began = clock.monotonic_s()
+        keep = self._settings.training.checkpoints_keep
+        held = checkpoint.write(self._checkpoints, progress, self._learner.save, keep)
+        state.checkpointed = state.step
+        said = CheckpointSaved(version=state.step, kept=checkpoint.versions(held))
+        self._say(said)
+        self._process.log.info("checkpoint", step=state.step, seconds=round(clock.monotonic_s() - began, 3))
+
+    def _say(self, message: Message) -> None:
+        publish(self._producer, self._process.topics.status, message)
+        self._producer.flush(self._settings.broker.timeout_s)
+
+    def close(self) -> None:
+        self._producer.close()
+
+
+_LOGGED = ("reward_mean", "loss", "grad_norm", "lag_max", "tokens", "train_s")
+
+
+def samples_of(rows: Sequence[Row], advantage: str) -> list[Sample]:
+    """Samples of scored rows, with advantages within each group."""
+    advantages = by_group(advantage, [row["group"] for row in rows], [row["reward"] for row in rows])
+    return [
+        Sample(
+            prompt_ids=row["prompt_ids"],
+            response_ids=row["response_ids"],
+            logprobs=row["logprobs"],
+            loss_mask=row["loss_mask"],
+            temperature=row["temperature"],
+            advantage=value,
+        )
+        for row, value in zip(rows, advantages, strict=True)
+    ]
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float]:
+    """JSON has no NaN: what is not finite is left out and counted."""
+    kept = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+    return kept | {"figures_not_finite": float(len(figures) - len(kept))}
+
+
+def _vocabulary(model: Path) -> int:
+    path = model / "config.json"
+    try:
+        return int(json.loads(path.read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"model: {path}: {type(error).__name__}: {error}") from error
