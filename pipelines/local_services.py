@@ -113,6 +113,7 @@ def start_kafka(home: Path) -> Service:
             lock,
             name="kafka",
             command=[*java, "kafka.Kafka", str(properties)],
+            folder=folder,
             env=os.environ,
             address=f"127.0.0.1:{broker}",
             ports=(broker, controller),
@@ -140,6 +141,7 @@ def start_prefect(home: Path) -> Service:
             lock,
             name="prefect",
             command=[sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            folder=home / "prefect",
             env=env,
             address=address,
             ports=(port,),
@@ -196,6 +198,7 @@ def _start(
     *,
     name: str,
     command: Sequence[str],
+    folder: Path,
     env: Mapping[str, str],
     address: str,
     ports: Sequence[int],
@@ -214,6 +217,7 @@ def _start(
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
+            cwd=folder,
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -282,7 +286,7 @@ def _write_properties(folder: Path, broker: int, controller: int) -> Path:
         "controller.listener.names": "CONTROLLER",
         "inter.broker.listener.name": "PLAINTEXT",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
-        "log.dirs": _escaped(str(folder / "data")),
+        "log.dirs": "data",  # of the folder that it runs in: no name of a home can upset the file
         **BROKER_SETTINGS,
         **_SMALL,
     }
@@ -291,19 +295,12 @@ def _write_properties(folder: Path, broker: int, controller: int) -> Path:
     return path
 
 
-def _escaped(text: str) -> str:
-    """Java reads properties as Latin-1 with \\uXXXX for the rest (UTF-16 units)."""
-    units = text.replace("\\", "\\\\").encode("utf-16-be")
-    pairs = [int.from_bytes(units[place : place + 2], "big") for place in range(0, len(units), 2)]
-    return "".join(chr(unit) if unit < 128 else f"\\u{unit:04x}" for unit in pairs)
-
-
 def _format(java: Sequence[str], properties: Path, log: Path) -> None:
     """Make the data folder; once per home."""
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
     tool = [*java, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(properties)]
     with log.open("ab") as output:
-        code = subprocess.run(tool, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(tool, cwd=properties.parent, stdout=output, stderr=output, check=False).returncode
     if code:
         raise ServiceFailed(f"kafka could not format its data folder (code {code}); {_tail(log)}")
 

@@ -201,7 +201,7 @@ def fingerprints_are_those_of_the_version(run: Run) -> Iterator[str]:
             if stay["fingerprint"] != known.get(stay["version"]):
                 yield f"{where}: engine {stay['engine']} sampled version {stay['version']} with other weights"
     for said in run.said["status"]:
-        if said["kind"] == "hosting" and said["fingerprint"] != known.get(said["version"]):
+        if said.get("kind") == "hosting" and said["fingerprint"] != known.get(said["version"]):
             yield f"engine {said['engine']} hosts version {said['version']} with other weights"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 
 from pipelines.models import Family, write_tiny
 from tests.integration.helpers_megatron import learner_of, samples_of, straight_logprobs, straight_step
+from tests.unit.trainer_world import World
 from workers.runtime.errors import BadInput
+from workers.runtime.process import Process
 from workers.trainer.learners import megatron_cpu
-from workers.transport.weights.manifest import PROBE_TOKENS, RawTensor, fingerprint, probe_ids
-from workers.transport.weights.store import read_tensors
+from workers.trainer.learners.base import Sample
+from workers.trainer.learners.megatron_learner import MegatronLearner
+from workers.trainer.service import serve
+from workers.transport.weights.manifest import PROBE_TOKENS, RawTensor, fingerprint, probe_differs, probe_ids
+from workers.transport.weights.store import Store, read_tensors
 
 pytestmark = pytest.mark.integration
 FAMILIES: list[tuple[Family, bool]] = [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
@@ -176,6 +182,53 @@ def test_figures_agree_with_the_log_probs(llama: Path) -> None:
     assert said["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
     assert said["ess"] == pytest.approx(1.0, abs=1e-6)
     assert 0.0 < said["entropy"] < math.log(512)
+
+
+class Crash(Exception):
+    """The process is killed here."""
+
+
+class CrashingLearner(MegatronLearner):
+    """Stops its trainer after so many steps, or crashes instead of the step."""
+
+    def watch(self, process: Process, steps: int, crash: bool) -> "CrashingLearner":
+        self.process, self.left, self.crash = process, steps, crash
+        return self
+
+    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+        self.left -= 1
+        if self.left == 0 and self.crash:
+            raise Crash
+        if self.left == 0:
+            self.process.stopping.set()
+        return super().train(samples)
+
+
+def test_a_killed_trainer_trains_later_batches_again_to_the_same_weights(llama: Path, tmp_path: Path) -> None:
+    training = {"kind": "megatron", "learning_rate": 1e-3, "checkpoint_every": 2}
+    world = World(tmp_path, llama, dtype="bfloat16", training=training)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+
+    def run(steps: int, crash: bool) -> int:
+        process = Process("trainer", world.settings, world.run_dir)
+        learner = CrashingLearner(world.settings, llama).watch(process, steps, crash)
+        return serve(process, world.bus, learner)
+
+    with pytest.raises(Crash):
+        run(4, crash=True)  # versions 0 to 3 are announced, the checkpoint stands on 2
+    assert run(3, crash=False) == 0
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2, 3, 4, 5]
+    assert [one.lineage for one in said] == [""] * 6
+    assert len({one.fingerprint for one in said}) == 6
+    folder, manifest = Store(tmp_path / "weights").open(said[-1])
+    published = hf_model(folder, torch.bfloat16)
+    ids = torch.tensor([manifest.probe_ids])
+    with torch.no_grad():
+        logits = published(ids).logits[0, :-1].float()
+    probed = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    assert probe_differs(manifest.probe_logprobs, probed, "bfloat16") is None
 
 
 def test_the_cpu_shim_is_there_exactly_where_no_gpu_is() -> None:

@@ -118,6 +118,14 @@ def test_a_changed_byte_makes_a_version_unavailable(store: Store, model_folder: 
         store.open(announced(made))
 
 
+def test_a_manifest_that_was_written_anew_is_not_the_announced_one(store: Store, model_folder: Path) -> None:
+    made = published(store, model_folder)
+    path = folder_of(made) / "manifest.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(WeightsUnavailable, match="announced"):
+        store.open(announced(made))
+
+
 def test_a_missing_file_or_folder_makes_a_version_unavailable(store: Store, model_folder: Path) -> None:
     made = published(store, model_folder)
     (folder_of(made) / "tokenizer.json").unlink()

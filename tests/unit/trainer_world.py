@@ -55,10 +55,12 @@ def row(group: int, index: int, version: int, *, attempt: int = 0, **changes: An
 class World:
     """One run on an in-memory log."""
 
-    def __init__(self, run_dir: Path, **changes: Any) -> None:
-        model = run_dir / "model"
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(MODEL_CONFIG)
+    def __init__(self, run_dir: Path, model: Path | None = None, **changes: Any) -> None:
+        """`model`: a folder; without one a configuration alone, which is enough for the paced learner."""
+        if model is None:
+            model = run_dir / "model"
+            model.mkdir(parents=True)
+            (model / "config.json").write_text(MODEL_CONFIG)
         tree = {
             "name": "r",
             "model": str(model),

@@ -120,6 +120,7 @@ class VersionBooks:
     unsampled: int = 0
     waiting: int = 0
     tokens: int = 0
+    largest: int = 0
     queue: deque[Request] = field(default_factory=deque)
     """Waiting requests in order; an entry that no longer waits is dropped when it is met."""
 
@@ -137,7 +138,7 @@ class Groups:
         self.versions: dict[int, VersionBooks] = {}
 
     def open(
-        self, version: int, purpose: Purpose, prompt_row: int, size: int, tokens_max: int, queued_at: int
+        self, version: int, purpose: Purpose, prompt_row: int, *, size: int, tokens_max: int, queued_at: int
     ) -> Group:
         """A new group; all its requests wait."""
         number, self.opened = self.opened, self.opened + 1
@@ -149,6 +150,7 @@ class Groups:
         books.unsampled += size
         books.waiting += size
         books.tokens += size * tokens_max
+        books.largest = max(books.largest, tokens_max)
         books.queue.extend(requests)
         return group
 

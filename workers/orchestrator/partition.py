@@ -44,7 +44,7 @@ def engines_needed(requests: int, tokens: int, largest: int, seats: int, kv_toke
 
 
 def proportional(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
-    """Quota = engines x R_w / sum R; whoever has less than 1 gets 1 and leaves; largest remainder, ties to the newest."""
+    """Quota = engines x R_w / sum R; who has less than 1 gets 1 and leaves; largest remainder, ties to the newest."""
     short = _one_each(engines, demands)
     if short is not None:
         return short
@@ -71,7 +71,7 @@ def proportional(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
 
 
 def packed(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
-    """Old versions get what they need, oldest first; the newest the rest (0 if others need all and nothing of it lives)."""
+    """Old versions get what they need, oldest first; the newest gets the rest, at least 1 if something of it lives."""
     short = _one_each(engines, demands)
     if short is not None:
         return short

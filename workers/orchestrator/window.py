@@ -98,7 +98,9 @@ def oldest_live(rules: Rules, first: int) -> int:
     return first - rules.staleness_max
 
 
-def needed(rules: Rules, first: int, newest: int, keep: int, checkpoints: Sequence[int] | None) -> tuple[int, list[int]]:
+def needed(
+    rules: Rules, first: int, newest: int, keep: int, checkpoints: Sequence[int] | None
+) -> tuple[int, list[int]]:
     """Whose weights must stay (I5), apart from versions in use: all from the first number on, and those in the list.
 
     `checkpoints` = versions that checkpoints need, None before the first one: a trainer then starts at version 0.

@@ -22,6 +22,8 @@ from workers.transport.records.bus import Bus, Record
 
 BUFFER_BYTES_MAX = 256 << 20
 READ_TIMEOUT_S = 60.0
+AHEAD_MS_MAX = 20
+ROWS_MS_MAX = 200
 _POLL_RECORDS = 500
 
 Row = dict[str, Any]
@@ -75,18 +77,22 @@ class Gatherer:
             self._reader.add(self._topic, partition, positions.get(f"{self._topic}/{partition}", "earliest"))
         self.read_by_position = 0
 
-    def read_ahead(self) -> None:
-        """Take in what is on the log now, without waiting. What does not fit is left to be read by position."""
-        while self._bytes < self._bytes_max and (records := self._reader.poll(0, _POLL_RECORDS)):
-            for record in records:
-                version = int(record.key) if record.key else None
-                self._held[record.position] = _Held(version, record)
-                self._bytes += len(record.value)
+    def read_ahead(self, wait_ms: int = AHEAD_MS_MAX) -> bool:
+        """Take in what comes within `wait_ms`; False if nothing did. What does not fit waits to be read by position."""
+        if self._bytes >= self._bytes_max:
+            return False
+        records = self._reader.poll(wait_ms, _POLL_RECORDS)
+        for record in records:
+            version = int(record.key) if record.key else None
+            self._held[record.position] = _Held(version, record)
+            self._bytes += len(record.value)
+        return bool(records)
 
     def rows(self, record: BatchRecord) -> list[Row]:
         """The members' rows, in order. BusUnavailable."""
         wanted = [Position(self._topic, member.partition, member.offset) for member in record.members]
-        self.read_ahead()
+        while self._is_ahead(wanted) and self.read_ahead(ROWS_MS_MAX):
+            pass  # what the stream is about to bring need not be looked for one by one
         missing = [position for position in dict.fromkeys(wanted) if position not in self._held]
         read = self._bus.read(missing, READ_TIMEOUT_S) if missing else {}
         self.read_by_position += len(missing)
@@ -96,6 +102,10 @@ class Gatherer:
             check_schema(found.headers, "trajectory")
             tables[position] = to_rows(to_table(found.value))
         return [tables[position][member.row] for position, member in zip(wanted, record.members, strict=True)]
+
+    def _is_ahead(self, wanted: Sequence[Position]) -> bool:
+        starts = {number: self._reader.position(self._topic, number) for number in range(SCORE_PARTITIONS)}
+        return any(position.offset >= starts[position.partition] for position in wanted)
 
     def prune(self, record: BatchRecord, oldest_version: int) -> None:
         """Forget what the batch has used, and whatever is older than every version that may still be trained."""

@@ -1,4 +1,4 @@
-"""The log as the workers see it: one Protocol, two implementations (`memory_bus.py`, `kafka_bus.py`), one contract suite.
+"""The log as the workers see it: one Protocol, implemented by `memory_bus.py` and `kafka_bus.py`, one contract suite.
 
 Delivery: a producer is idempotent; readers see only committed records (`read_committed`), at least once.
 All calls of one producer or reader come from one thread.
@@ -92,7 +92,7 @@ class Reader(Protocol):
     def remove(self, topic: str, partition: int) -> None: ...
 
     def poll(self, timeout_ms: int, records_max: int = 500) -> list[Record]:
-        """Records as they come, in order per partition; empty after `timeout_ms`. Answers at once when there are any."""
+        """Records as they come, in order per partition, at once when there are any; empty after `timeout_ms`."""
 
     def position(self, topic: str, partition: int) -> int:
         """The offset after the last record that `poll` returned (or where it starts)."""
@@ -101,7 +101,9 @@ class Reader(Protocol):
         """Nothing committed is left unread in the partitions that this reader has (asked of the broker)."""
 
     def commit(self) -> None:
-        """Store the positions of all that `poll` has returned under the group's name."""
+        """Store the positions of all that `poll` has returned under the group's name, markers right behind included: a
+        group that has read all has committed the end offsets. A member's partitions that went to another are left out.
+        """
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The log in memory: the twin of `kafka_bus.py` for tests and simulations inside one process, for any number of threads.
+"""The log in memory: the twin of `kafka_bus.py` inside one process, for any number of threads.
 
 Rule 1: offsets are Kafka's. A transaction's records take theirs when they are sent; each partition that it touched gets
 one more entry, the marker, at its end. Offsets of aborted records and markers are never returned and never used again.
@@ -46,7 +46,8 @@ class _Partition:
 
     def next(self, offset: int) -> Record | None:
         """The first committed record at `offset` or later, if there is one."""
-        for record, transaction in self.entries[offset : self.end]:
+        for place in range(offset, self.end):
+            record, transaction = self.entries[place]
             if record is not None and (transaction is None or transaction.committed):
                 return record
         return None
@@ -304,7 +305,11 @@ class MemoryReader:
     def commit(self) -> None:
         assert self._group is not None, "only a group has committed offsets"
         with self._bus.changed:
-            self._bus.offsets.setdefault(self._group, {}).update(self.places)
+            stored = self._bus.offsets.setdefault(self._group, {})
+            for place, offset in self.places.items():
+                part, record = self._bus.partition(place), self._next(place)
+                if part is not None:
+                    stored[place] = max(offset, part.end) if record is None else record.offset
 
     def close(self) -> None:
         with self._bus.changed:

@@ -1,0 +1,510 @@
+"""Judges a run by what was heard and said, and by the world's truth. Knows nothing of the mind's code.
+
+`heard(event)` before the mind takes it, `said(effects)` after, `settled(now)` at the end of a poll, `at_the_end()`.
+Every complaint is an AssertionError that names the invariant or the rule of the specification.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from schemas import messages as m
+from schemas.ids import Position, RequestKey
+from schemas.invariants import consecutive, deadline, feasible, lag_allowed, within_capacity
+from tests.simulation.draw import Drawn
+
+S = 1_000_000
+
+
+@dataclass(eq=False)
+class Sample:
+    """`place`: wait, out (at an engine), done (finished, not scored), scored."""
+
+    place: str = "wait"
+    attempt: int = -1
+    engine: tuple[int, int] = (-1, -1)
+    since: int = 0
+    failures: int = 0
+    partial: Position | None = None
+    score: m.Scored | None = None
+    stray: bool = False
+
+
+@dataclass(eq=False)
+class Life:
+    version: int
+    purpose: str
+    row: int
+    samples: list[Sample]
+    status: str = "open"
+    completed: int = -1
+
+
+@dataclass(eq=False)
+class Books:
+    """An engine by its words and the commands to it."""
+
+    incarnation: int
+    heard_at: int
+    seats: int
+    kv_tokens_max: int
+    version: int | None = None
+    loading: int | None = None
+    loading_since: int = 0
+    issued: int = -1
+    booked: dict[RequestKey, int] = field(default_factory=dict)
+
+
+class Checker:
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn, self.settings = drawn, drawn.settings
+        self.size, self.batch = self.settings.group_size, self.settings.groups_per_batch
+        self.K, self.steps = self.settings.lag_max, self.settings.steps or None
+        self.now = 0
+        self.groups: dict[int, Life] = {}
+        self.live: dict[int, Life] = {}
+        self.evaluating: dict[int, Life] = {}
+        self.complete: dict[int, Life] = {}
+        self.books: dict[int, Books] = {}
+        self.successors: dict[int, Books] = {}
+        self.excused: set[tuple[int, int]] = set()
+        self.sequences: dict[int, int] = {}
+        self.made: list[int] = []
+        self.retired: set[int] = set()
+        self.deleted: set[int] = set()
+        self.kept: tuple[int, ...] | None = None
+        self.published = -1
+        self.step_next = 0
+        self.chosen: list[int] = []
+        self.trained_keys: set[tuple[int, int]] = set()
+        self.rows: dict[int, m.PromptArrived] = {}
+        self.rows_end: int | None = None
+        self.row_next = drawn.eval_rows
+        self.wanted = 0
+        self.completions = 0
+        self.end: m.EndRun | None = None
+        self.moved_at = 0
+        self.voids: Counter[str] = Counter()
+        self.voids_in_row = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.end is not None
+
+    # --- what the mind hears ---------------------------------------------------------------------
+
+    def heard(self, event: m.Event) -> None:
+        engine, incarnation = getattr(event, "engine", None), getattr(event, "incarnation", None)
+        books = self.books.get(engine) if engine is not None else None
+        if books is not None and books.incarnation == incarnation:
+            books.heard_at = self.now
+        match event:
+            case m.Tick():
+                assert event.now >= self.now
+                self.now = event.now
+            case m.PromptArrived():
+                self.rows.setdefault(event.row, event)
+            case m.PromptsEnded():
+                self.rows_end = event.rows
+            case m.WeightsArrived() if event.version == self.published + 1:
+                self._published(event)
+            case m.CheckpointSaved():
+                self.kept = event.kept
+            case m.EngineGone():
+                if books is not None and (incarnation is None or incarnation >= books.incarnation):
+                    self.excused.add((event.engine, books.incarnation))
+            case m.Joined():
+                self._joined(event)
+            case m.Hosting() if books is not None and books.incarnation == incarnation:
+                self._hosting(books, event)
+            case m.Finished() | m.Refused() | m.PartialArrived() | m.Failed() | m.Scored():
+                self._about_sample(event, books)
+            case _:
+                pass
+
+    def _published(self, word: m.WeightsArrived) -> None:
+        self.published, self.moved_at = word.version, self.now
+        for number in self.chosen:
+            self.groups[number].status = "trained"
+        self.chosen = []
+
+    def _joined(self, word: m.Joined) -> None:
+        books = self.books.get(word.engine)
+        if books is not None and word.incarnation > books.incarnation:
+            self.excused.add((word.engine, books.incarnation))
+        if books is None or word.incarnation > books.incarnation:
+            new = Books(word.incarnation, self.now, word.seats, word.kv_tokens_max)
+            if books is None:
+                self.books[word.engine] = new
+            else:
+                self.successors[word.engine] = new
+
+    def _hosting(self, books: Books, word: m.Hosting) -> None:
+        if books.loading != word.version:
+            return
+        books.version, books.loading = word.version, None
+        for key in books.booked:
+            sample = self._sample(key.group, key.index, key.attempt)
+            if sample is not None and sample.place == "out":
+                sample.stray = True
+        books.booked.clear()
+
+    def _sample(self, group: int, index: int, attempt: int) -> Sample | None:
+        """The sample, if its group is open and this is its last attempt."""
+        life = self.groups.get(group)
+        if life is None or life.status != "open":
+            return None
+        sample = life.samples[index]
+        return sample if sample.attempt == attempt else None
+
+    def _about_sample(self, word: m.Event, books: Books | None) -> None:
+        assert isinstance(word, m.Finished | m.Refused | m.PartialArrived | m.Failed | m.Scored)
+        key = RequestKey(word.group, word.index, word.attempt)
+        sample = self._sample(word.group, word.index, word.attempt)
+        if isinstance(word, m.Scored):
+            if sample is not None and sample.place != "scored":
+                self._scored(word, sample)
+            return
+        snapshot = isinstance(word, m.PartialArrived) and word.reason == "snapshot"
+        stale = word.engine is not None and (books is None or books.incarnation != word.incarnation)
+        if books is not None and not stale and not snapshot:
+            held = books.booked.pop(key, None)
+            if held is None and not sample_is_stray(sample):
+                return
+        if isinstance(word, m.PartialArrived):
+            if sample is not None and sample.place in ("out", "wait"):
+                sample.partial = word.at
+                if not snapshot:
+                    sample.place = "wait"
+            return
+        if sample is None or stale or sample.place not in ("out", "done") or sample_is_stray(sample):
+            return
+        if isinstance(word, m.Finished):
+            sample.place, sample.since = "done", self.now
+        elif sample.place == "out" or isinstance(word, m.Failed):
+            sample.place = "wait"
+            sample.failures += isinstance(word, m.Failed)
+
+    def _scored(self, word: m.Scored, sample: Sample) -> None:
+        life = self.groups[word.group]
+        if word.error is not None and life.purpose == "train":
+            if sample.place != "wait":
+                sample.place, sample.failures = "wait", sample.failures + 1
+            return
+        sample.place, sample.score = "scored", word
+        if all(other.place == "scored" for other in life.samples):
+            if life.purpose == "eval":
+                life.status = "evaluated"
+                del self.evaluating[word.group]
+            elif self.settings.scheduling.dynamic_sampling and not _varies(life):
+                life.status = "to void"
+            else:
+                life.status, life.completed = "complete", self.completions
+                self.complete[word.group] = life
+                self.completions += 1
+                self.voids_in_row = 0
+
+    # --- what the mind says ------------------------------------------------------------------------
+
+    def said(self, effects: Sequence[m.Effect]) -> None:
+        for effect in effects:
+            assert self.end is None, f"{effect} after EndRun"
+            getattr(self, f"_say_{effect.kind}")(effect)
+        left = [number for number, life in self.live.items() if life.status == "to void"]
+        assert not left, f"groups without signal are not voided: {left} (I2)"
+
+    def _say_make_version(self, effect: m.MakeVersion) -> None:
+        self.made.append(effect.version)
+        assert consecutive(self.made), f"versions made: {self.made} (I5)"
+        assert effect.version == self.published
+
+    def _say_swap(self, effect: m.Swap) -> None:
+        books = self.books.get(effect.engine)
+        assert books is not None, "swap of an engine that is not up"
+        assert books.incarnation == effect.incarnation, "swap of another incarnation"
+        assert books.loading is None, "swap while loading"
+        assert effect.version in self.made, "swap to a version that is not there"
+        assert effect.version not in self.deleted | self.retired, "swap to a version that is gone (I5)"
+        assert effect.version != books.version, "swap to the version that is served"
+        assert effect.after_sequence == books.issued, f"after_sequence {effect.after_sequence}, issued {books.issued}"
+        books.loading, books.loading_since = effect.version, self.now
+
+    def _say_stop(self, effect: m.Stop) -> None:
+        books = self.books.get(effect.engine)
+        assert books is not None, "stop on an engine that is not up"
+        assert books.incarnation == effect.incarnation, "stop to another incarnation"
+        for key in effect.requests:
+            assert key in books.booked, f"stop of {key}, which is not there"
+            if effect.keep:
+                continue
+            del books.booked[key]
+            sample = self._sample(key.group, key.index, key.attempt)
+            if sample is not None:
+                waited = self.now - sample.since
+                assert waited >= self.settings.engines.request_timeout_s * S, f"{key} dropped after {waited / S} s"
+                sample.place, sample.failures = "wait", sample.failures + 1
+
+    def _say_engine_lost(self, effect: m.EngineLost) -> None:
+        books = self.books.pop(effect.engine, None)
+        assert books is not None, "an engine was lost twice"
+        assert books.incarnation == effect.incarnation
+        limits, who = self.settings.engines, (effect.engine, effect.incarnation)
+        silent = self.now - books.heard_at >= limits.timeout_s * S
+        stuck = books.loading is not None and self.now - books.loading_since >= limits.start_timeout_s * S
+        assert who in self.excused or silent or stuck, f"{who} was given up without reason: {effect.reason}"
+        for key in books.booked:
+            sample = self._sample(key.group, key.index, key.attempt)
+            if sample is not None and sample.place == "out":
+                sample.place, sample.failures = "wait", sample.failures + 1
+        if effect.engine in self.successors:
+            self.books[effect.engine] = self.successors.pop(effect.engine)
+
+    def _say_issue(self, effect: m.Issue) -> None:
+        if effect.group not in self.groups:
+            self._open(effect)
+        life, books = self.groups[effect.group], self.books.get(effect.engine)
+        assert life.status == "open", f"{effect} of a group that is {life.status} (I2)"
+        assert (life.version, life.purpose, life.row) == (effect.version, effect.purpose, effect.prompt_row), "I4"
+        assert books is not None, f"{effect} to an engine that is not up"
+        assert books.incarnation == effect.incarnation, f"{effect} to another incarnation"
+        assert books.loading is None, f"{effect} to an engine that loads"
+        assert books.version == effect.version, f"{effect} to an engine that hosts {books.version} (I4)"
+        assert effect.version not in self.retired, f"{effect} of a retired version (I5)"
+        sample = life.samples[effect.index]
+        if sample.place == "done":
+            assert self.now - sample.since >= self.settings.engines.request_timeout_s * S, f"{effect}: not late"
+            sample.failures += 1
+        else:
+            assert sample.place == "wait" or sample.stray, f"{effect}: the sample is {sample.place} (I3)"
+        assert effect.attempt == sample.attempt + 1, f"{effect}: attempt after {sample.attempt}"
+        assert sample.failures <= self.settings.scheduling.failures_max, f"{effect}: over failures_max"
+        assert effect.partial == sample.partial, f"{effect} does not go on from {sample.partial} (I10)"
+        sequence = self.sequences.get(effect.engine, -1) + 1
+        assert effect.sequence == sequence, f"{effect}: sequence is to be {sequence}"
+        self.sequences[effect.engine] = books.issued = sequence
+        sample.place, sample.attempt, sample.since, sample.stray = "out", effect.attempt, self.now, False
+        row = self.rows[effect.prompt_row]
+        books.booked[RequestKey(effect.group, effect.index, effect.attempt)] = row.prompt_tokens + row.max_new_tokens
+        held = sum(books.booked.values())
+        assert within_capacity(len(books.booked), books.seats, held, books.kv_tokens_max), (
+            f"engine {effect.engine}: {len(books.booked)} of {books.seats} seats, "
+            f"KV {held} of {books.kv_tokens_max} (I7, books)"
+        )
+
+    def _open(self, effect: m.Issue | m.VoidGroup) -> Life:
+        """A group is heard of for the first time: by its first issue, or by its void if no engine can hold it."""
+        evaluates = isinstance(effect, m.Issue) and effect.purpose == "eval"
+        row = effect.prompt_row if isinstance(effect, m.Issue) else self.row_next
+        purpose, size = ("eval", self.settings.evaluation.samples) if evaluates else ("train", self.size)
+        life = Life(effect.version, purpose, row, [Sample() for _ in range(size)])
+        self.groups[effect.group] = life
+        assert self.rows[row].purpose == purpose, f"row {row} in a {purpose} group"
+        if evaluates:
+            self.evaluating[effect.group] = life
+            return life
+        assert row == self.row_next, f"row {row} opened, {self.row_next} is next"
+        self.row_next += 1
+        assert effect.version == self.published, f"group {effect.group} opened at an old version"
+        self.live[effect.group] = life
+        assert len(self.live) <= self.settings.live_max, f"{len(self.live)} live groups of {self.settings.live_max}"
+        self._check_feasible("opening")
+        first = min((number for number, other in self.groups.items() if other.purpose == "train"), default=0)
+        if self.settings.evaluation.samples:
+            assert first >= self.drawn.eval_rows, "a training group was opened before the first evaluation round"
+        return life
+
+    def _check_feasible(self, when: str) -> None:
+        versions = [life.version for life in self.live.values()]
+        assert feasible(versions, self.step_next, self.batch, self.K, self.steps), (
+            f"after {when}: live {sorted(versions)}, next batch {self.step_next} of {self.batch}, K {self.K} (I6)"
+        )
+
+    def _say_void_group(self, effect: m.VoidGroup) -> None:
+        unknown = effect.group not in self.groups
+        life = self._open(effect) if unknown else self.groups[effect.group]
+        assert life.status in ("open", "to void"), f"group {effect.group} is {life.status}, then voided (I2)"
+        assert life.version == effect.version
+        row = self.rows[life.row]
+        if effect.reason == "no_signal":
+            assert life.status == "to void", f"group {effect.group} has signal"
+        else:
+            assert effect.reason == "failed", effect
+            late = [s for s in life.samples if s.place == "done"]
+            limit = self.settings.engines.request_timeout_s * S
+            worst = max(s.failures + (s in late and self.now - s.since >= limit) for s in life.samples)
+            too_long = row.prompt_tokens + row.max_new_tokens > self.drawn.tokens_per_request_max
+            assert too_long or worst > self.settings.scheduling.failures_max, f"{effect}: worst sample failed {worst}"
+        life.status = "voided"
+        self.live.pop(effect.group, None)
+        self.evaluating.pop(effect.group, None)
+        self.voids[effect.reason] += 1
+        self.voids_in_row += life.purpose == "train"
+        self.moved_at = self.now
+
+    def _say_batch(self, effect: m.BatchRecord) -> None:
+        step = self.step_next
+        assert effect.step == step, f"batch {effect.step}, {step} is next"
+        assert self.published == step, f"batch {step} chosen before version {step} was announced"
+        assert self.steps is None or step < self.steps, f"batch {step} of {self.steps} steps"
+        assert effect.groups, "an empty batch"
+        for number, version in effect.groups:
+            life = self.groups[number]
+            assert life.status == "complete", f"group {number} is {life.status} (I2, I3)"
+            assert life.version == version, "I4"
+            assert lag_allowed(step, version, self.K), f"group {number} of version {version} in step {step} (I1)"
+        order = sorted(self.complete, key=lambda number: self._order(self.complete[number]))
+        assert [number for number, _ in effect.groups] == order[: self.batch], f"{effect.groups}, due were {order}"
+        self._check_members(effect)
+        for number, _ in effect.groups:
+            self.groups[number].status = "chosen"
+            del self.live[number], self.complete[number]
+        self.chosen = [number for number, _ in effect.groups]
+        self.step_next, self.moved_at = step + 1, self.now
+        self._check_feasible("choosing")
+        over = self._all_rows_opened() and not self.live
+        assert effect.exhausted == over, f"batch {step}: exhausted is {effect.exhausted}"
+        assert len(effect.groups) == self.batch or effect.exhausted, f"batch {step} has {len(effect.groups)} groups"
+
+    def _order(self, life: Life) -> tuple[int, int]:
+        return deadline(life.version, self.K, self.steps), life.completed
+
+    def _check_members(self, effect: m.BatchRecord) -> None:
+        due = []
+        for number, _ in effect.groups:
+            for index, sample in enumerate(self.groups[number].samples):
+                score = sample.score
+                assert score is not None
+                place = {"partition": score.partition, "offset": score.offset, "row": score.row}
+                due.append(m.Member(group=number, index=index, attempt=sample.attempt, **place))
+                assert (number, index) not in self.trained_keys, f"{number}/{index} trains twice (I3)"
+                self.trained_keys.add((number, index))
+        assert list(effect.members) == due, f"batch {effect.step}: other members than were scored"
+
+    def _say_retire_version(self, effect: m.RetireVersion) -> None:
+        self._check_unused(effect.version)
+        assert effect.version not in self.retired
+        self.retired.add(effect.version)
+
+    def _check_unused(self, version: int) -> None:
+        assert version < self.step_next - self.K, f"version {version} is in the window (I5)"
+        users = [n for n, life in [*self.live.items(), *self.evaluating.items()] if life.version == version]
+        assert not users, f"version {version} is gone, but groups {users} live (I5)"
+        for number, books in self.books.items():
+            assert version not in (books.version, books.loading), f"version {version} is gone, engine {number} has it"
+
+    def _say_delete_weights(self, effect: m.DeleteWeights) -> None:
+        version = effect.version
+        self._check_unused(version)
+        assert version not in self.deleted
+        assert version != self.published, "the newest version (I5)"
+        assert version <= self.published - self.settings.scheduling.weights_keep, "weights_keep"
+        assert version not in (self.kept if self.kept is not None else (0,)), "a checkpoint needs it (I5)"
+        assert all(self.groups[number].version != version for number in self.chosen), "chosen and untrained (I5)"
+        self.deleted.add(version)
+
+    def _say_want_prompts(self, effect: m.WantPrompts) -> None:
+        assert effect.rows > self.wanted
+        self.wanted = effect.rows
+
+    def _say_end_run(self, effect: m.EndRun) -> None:
+        self.end = effect
+
+    # --- at the end of a poll, and of the run ----------------------------------------------------------
+
+    def settled(self, now: float) -> None:
+        """Nobody is idle who could work, and the run gets on (I8)."""
+        if self.ended or self.published < 0:
+            return
+        hosts = [b for b in self.books.values() if b.loading is None and b.version is not None]
+        free = any(b.version == self.published and len(b.booked) < b.seats for b in hosts)
+        lives = [*self.live.values(), *self.evaluating.values()]
+        waiting = [(life, s) for life in lives if life.status == "open" for s in life.samples if s.place == "wait"]
+        waits = {life.version for life, _ in waiting}
+        for books in hosts:
+            assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
+        assert not (free and self.published not in waits and self._could_open()), "a free seat, and nothing was opened"
+        self._check_progress(now)
+
+    def _could_open(self) -> bool:
+        if self.row_next not in self.rows or len(self.live) + 1 > self.settings.live_max:
+            return False
+        first_round = sum(life.purpose == "eval" for life in self.groups.values()) >= self.drawn.eval_rows
+        last = deadline(self.published, self.K, self.steps)
+        room = (last - self.step_next + 1) * self.batch
+        return len(self.live) + 1 <= room and (first_round or not self.settings.evaluation.samples)
+
+    def _check_progress(self, now: float) -> None:
+        """I8, counted from the last batch, version or void; in the time of faults there is no bound."""
+        limits, s = self.settings.engines, self.settings
+        if now < self.drawn.quiet_at + 200:
+            self.moved_at = max(self.moved_at, self.now)
+            return
+        seats = limits.seats if self.drawn.kv_tokens_max > limits.seats * self.drawn.tokens_per_request_max else 1
+        requests = len(self.live) * self.size + len(self.evaluating) * s.evaluation.samples
+        rounds = -(-requests // (seats * limits.count)) + len({life.version for life in self.live.values()}) + 1
+        trips = rounds * s.scheduling.failures_max * (limits.request_timeout_s + limits.timeout_s)
+        rest = s.scheduling.rebalance_period_s + 120.0 + 2 * self.drawn.load_s + 2 * self.drawn.step_s
+        bound = min(trips, 3000.0) + rest
+        assert self.now - self.moved_at <= bound * S, (
+            f"nothing happened for {(self.now - self.moved_at) / S:.0f} s (I8): live {len(self.live)}, "
+            f"complete {len(self.complete)}, evaluating {len(self.evaluating)}, step {self.step_next}, "
+            f"published {self.published}"
+        )
+
+    def _all_rows_opened(self) -> bool:
+        return self.rows_end is not None and len(self.rows) >= self.rows_end and self.row_next >= self.rows_end
+
+    def _training_over(self) -> bool:
+        over = self.step_next == self.steps or (self._all_rows_opened() and not self.live)
+        return over and self.published == self.step_next
+
+    def at_the_end(self) -> None:
+        assert self.end is not None
+        if self.end.outcome == "failed":
+            in_row = self.voids_in_row >= self.settings.scheduling.voids_in_row_max
+            assert in_row or (self.step_next == 0 and self._training_over()), f"failed without reason: {self.end}"
+            return
+        assert self.end.outcome == "done", self.end
+        assert self._training_over(), f"done at step {self.step_next} of {self.steps}"
+        open_ones = [n for n, life in self.groups.items() if life.status not in ("trained", "voided", "evaluated")]
+        assert not open_ones, f"groups {open_ones} never ended (I2)"
+        assert sorted(self.groups) == list(range(len(self.groups))), "group numbers have holes"
+        if self.settings.evaluation.samples:
+            rounds = Counter(life.version for life in self.groups.values() if life.purpose == "eval")
+            assert rounds == {0: self.drawn.eval_rows, self.published: self.drawn.eval_rows}, f"rounds: {rounds}"
+        hosted = {version for b in self.books.values() for version in (b.version, b.loading)}
+        late = [v for v in self.made if v < self.step_next - self.K and v not in self.retired | hosted]
+        assert not late, f"versions {late} were never retired"
+        kept = {*(self.kept if self.kept is not None else (0,)), *hosted}
+        lowest = min(self.step_next - self.K, self.published - self.settings.scheduling.weights_keep + 1)
+        late = [v for v in self.made if v < lowest and v not in self.deleted | kept]
+        assert not late, f"weights of versions {late} were never deleted"
+
+    # --- the world's truth ------------------------------------------------------------------------------
+
+    def truth_holds(self, engine: int, held: Sequence[RequestKey], stops: Collection[RequestKey]) -> None:
+        """What an engine really holds, but for what it is about to be told to stop (I7)."""
+        mine = [key for key in held if key not in stops]
+        tokens = 0
+        for key in mine:
+            row = self.rows[self.groups[key.group].row]
+            tokens += row.prompt_tokens + row.max_new_tokens
+        assert within_capacity(len(mine), self.settings.engines.seats, tokens, self.drawn.kv_tokens_max), (
+            f"engine {engine} holds {len(mine)} requests, KV {tokens} (I7, truth)"
+        )
+
+    def truth_rows(self, batch: m.BatchRecord, rows: Mapping[tuple[int, int, int], tuple[RequestKey, int, int]]) -> None:
+        """The rows of a batch are what it says they are (I3, I4)."""
+        versions = dict(batch.groups)
+        for member in batch.members:
+            key, version, _ = rows[member.partition, member.offset, member.row]
+            assert key == RequestKey(member.group, member.index, member.attempt), f"{member} is the row of {key}"
+            assert version == versions[member.group], f"{member} has version {version} (I4)"
+
+
+def sample_is_stray(sample: Sample | None) -> bool:
+    return sample is not None and sample.stray
+
+
+def _varies(life: Life) -> bool:
+    return len({sample.score.outcome for sample in life.samples if sample.score is not None}) > 1

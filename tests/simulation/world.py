@@ -1,0 +1,230 @@
+"""A whole run in one thread and virtual time, from one seed: the mind of the product, everything else simulated.
+
+The orchestrator polls what has arrived, takes a Tick and the events, and its effects are carried out: one poll is one
+transaction. It may crash between polls or inside one (nothing of the poll is then kept); it comes back by replaying
+its journal. The world keeps its own truth; `checkers.py` judges the log of events and effects, and the truth.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from schemas import messages as m
+from schemas.ids import Position
+from tests.simulation.actors import EngineActor, PromptsActor, RewardActor, TrainerActor, partial_position
+from tests.simulation.checkers import Checker
+from tests.simulation.draw import draw
+from workers.orchestrator import recovery, state
+
+Sender = tuple[str, int, int]
+EVENTS_MAX = 400_000
+
+
+@dataclass(frozen=True)
+class Code:
+    """The mind under test (a mutant test passes others)."""
+
+    mind: Any = state.Mind
+    replay: Any = recovery.replay
+
+
+class World:
+    """`run()` returns at the end of the run; AssertionError (with the seed) if a rule is broken."""
+
+    def __init__(self, seed: int, code: Code | None = None) -> None:
+        self.seed, self.code = seed, code or Code()
+        self.drawn = draw(seed)
+        self.settings = self.drawn.settings
+        self.rng = random.Random(seed + 1_000_003)
+        self.now = 0.0
+        self.tickets = 0
+        self.heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.last_delivery: dict[Sender, float] = {}
+        self.inbox: list[m.Event] = []
+        self.checker = Checker(self.drawn)
+        self.mind = self.code.mind(self.settings)
+        self.journal: list[m.JournalRecord] = []
+        self.engines: dict[int, EngineActor] = {}
+        self.restarting: set[int] = set()
+        self.incarnations = 0
+        self.trainer, self.reward, self.prompts = TrainerActor(self), RewardActor(self), PromptsActor(self)
+        self.lengths: dict[tuple[int, int], int | None] = {}
+        self.partials: dict[Position, tuple[m.Issue, int]] = {}
+        self.outcomes: dict[int, float | None] = {}
+        self.restarts_left = self.drawn.restarts
+        self.done = False
+
+    # --- the machinery ------------------------------------------------------------------------
+
+    def at(self, delay: float, act: Callable[[], None]) -> None:
+        self.tickets += 1
+        heapq.heappush(self.heap, (self.now + delay, self.tickets, act))
+
+    def chance(self, share: float) -> bool:
+        """A fault; none after `quiet_at`."""
+        return self.now < self.drawn.quiet_at and self.rng.random() < share * self.drawn.faults
+
+    def say(self, sender: Sender, word: m.Event) -> None:
+        """A word on its way to the orchestrator: in order within one sender, at times late, at times twice."""
+        delay = self.rng.random() * (10.0 if self.chance(0.05) else 0.5)
+        due = max(self.last_delivery.get(sender, 0.0), self.now + delay)
+        self.last_delivery[sender] = due
+        for _ in range(2 if self.chance(0.03) else 1):
+            self.at(due - self.now, lambda: self.inbox.append(word))
+
+    def run(self) -> None:
+        for number in range(self.settings.engines.count):
+            self.at(self.rng.random() * 3, lambda number=number: self.start_engine(number))  # type: ignore[misc]
+        self.at(self.rng.random() * 3, self.trainer.begin)
+        self.at(0.0, self.poll)
+        if self.drawn.faults:
+            self.at(5.0, self.trouble)
+        for _ in range(EVENTS_MAX):
+            if self.done:
+                break
+            self.now, _, act = heapq.heappop(self.heap)
+            act()
+        assert self.done, f"the run did not end by {self.now:.0f} s"
+        self.checker.at_the_end()
+        if self.seed % 3 == 0:
+            self.replay()
+
+    # --- the orchestrator -----------------------------------------------------------------------
+
+    def poll(self) -> None:
+        if self.restarts_left and self.rng.random() < 0.02:
+            self.restarts_left -= 1
+            if self.rng.random() < 0.5:
+                for event in [m.Tick(now=self.micros()), *self.inbox]:
+                    self.mind.on(event)
+            self.mind = self.replay()
+            self.at(self.rng.random() * 40, self.poll)
+            return
+        events, self.inbox = [m.Tick(now=self.micros()), *self.inbox], []
+        effects: list[m.Effect] = []
+        for event in events:
+            self.checker.heard(event)
+            said = self.mind.on(event)
+            self.checker.said(said)
+            effects += said
+        self.checker.settled(self.now)
+        record = {"run": "r", "sequence": len(self.journal), "inputs": {}}
+        self.journal.append(m.JournalRecord.model_construct(**record, events=tuple(events), effects=tuple(effects)))
+        for effect in effects:
+            self.carry_out(effect)
+        assert self.mind.ended == self.checker.ended, "mind.ended does not say what EndRun said"
+        if self.mind.ended:
+            self.done = True
+        else:
+            self.at(self.drawn.poll_s * self.rng.uniform(0.5, 1.5), self.poll)
+
+    def micros(self) -> int:
+        return 1_000_000_000 + int(self.now * 1e6)
+
+    def replay(self) -> Any:
+        """I9."""
+        mind = self.code.replay(self.settings, self.journal)
+        assert mind.figures() == self.mind.figures() or not self.done, "a replayed mind has other figures (I9)"
+        return mind
+
+    def carry_out(self, effect: m.Effect) -> None:
+        match effect:
+            case m.Issue():
+                self.to_engine(effect, ("requests", effect.engine, effect.version))
+            case m.Swap() | m.Stop():
+                engine = self.engines.get(effect.engine)
+                if isinstance(effect, m.Stop) and engine is not None and engine.incarnation == effect.incarnation:
+                    engine.stops_coming.update(effect.requests)
+                self.to_engine(effect, ("control", effect.engine, 0))
+            case m.BatchRecord():
+                self.checker.truth_rows(effect, self.reward.rows)
+                self.trainer.batch(effect)
+            case m.WantPrompts():
+                self.at(self.rng.random() * 2, lambda: self.prompts.want(effect.rows))
+            case m.EngineLost():
+                self.at(self.rng.random() * 20, lambda: self.restart(effect.engine, effect.incarnation))
+            case _:
+                pass
+
+    def to_engine(self, word: m.Issue | m.Swap | m.Stop, way: Sender) -> None:
+        due = max(self.last_delivery.get(way, 0.0), self.now + self.rng.random() * (5.0 if self.chance(0.05) else 0.3))
+        self.last_delivery[way] = due
+        engine = self.engines.get(word.engine)
+        if engine is None or engine.incarnation != word.incarnation:
+            return
+        if isinstance(word, m.Issue):
+            self.at(due - self.now, lambda: engine.request(word))
+        else:
+            self.at(due - self.now, lambda: engine.command(word))
+
+    # --- engines come and go ----------------------------------------------------------------------
+
+    def start_engine(self, number: int) -> None:
+        self.incarnations += 1
+        self.restarting.discard(number)
+        self.engines[number] = EngineActor(self, number, self.incarnations, self.drawn.speeds[number])
+        self.engines[number].join()
+
+    def restart(self, number: int, incarnation: int) -> None:
+        """The supervisor's part: whatever the mind gave up is started again, once."""
+        engine = self.engines.get(number)
+        if engine is not None and engine.incarnation == incarnation and number not in self.restarting:
+            engine.alive = False
+            self.restarting.add(number)
+            self.at(self.rng.random() * 10, lambda: self.start_engine(number))
+
+    def trouble(self) -> None:
+        """Every now and then an engine is killed or freezes."""
+        if self.now > self.drawn.quiet_at:
+            return
+        self.at(self.rng.uniform(10, 60) / self.drawn.faults, self.trouble)
+        engine = self.engines.get(self.rng.randrange(self.settings.engines.count))
+        if engine is None or engine.number in self.restarting:
+            return
+        if self.rng.random() < 0.5:
+            engine.frozen_until = self.now + self.rng.uniform(1, 90)
+            return
+        engine.alive = False
+        self.restarting.add(engine.number)
+        if self.rng.random() < 0.5:
+            incarnation = engine.incarnation if self.rng.random() < 0.8 else None
+            gone = m.EngineGone(engine=engine.number, incarnation=incarnation, reason="killed")
+            self.say(("status", engine.number, engine.incarnation), gone)
+        self.at(self.rng.uniform(2, 30), lambda: self.start_engine(engine.number))
+
+    # --- truth ------------------------------------------------------------------------------------
+
+    def length_of(self, issue: m.Issue) -> int | None:
+        """Heavy-tailed, the same for every attempt; None = a poisoned row's sample, which never ends."""
+        name = (issue.group, issue.index)
+        if name not in self.lengths:
+            limit = self.drawn.rows[issue.prompt_row % len(self.drawn.rows)].max_new_tokens
+            length = max(1, min(limit, int(self.rng.lognormvariate(3.0, 1.1))))
+            self.lengths[name] = None if self.rng.random() < self.drawn.poison_share else length
+        return self.lengths[name]
+
+    def outcome_of(self, issue: m.Issue) -> float:
+        """Some groups have one outcome for all: 0.4, no signal though neither right nor wrong (F05)."""
+        if issue.group not in self.outcomes:
+            constant = self.rng.random() < self.drawn.constant_share
+            self.outcomes[issue.group] = self.rng.choice([0.0, 0.4, 1.0]) if constant else None
+        fixed = self.outcomes[issue.group]
+        return float(self.rng.random() < 0.5) if fixed is None else fixed
+
+    def keep_partial(self, issue: m.Issue, tokens: int) -> Position:
+        at = partial_position(len(self.partials))
+        self.partials[at] = (issue, tokens)
+        return at
+
+    def tokens_of(self, issue: m.Issue) -> int:
+        """Tokens that a request brings along; its partial must be its own and of its version (I4, I10)."""
+        if issue.partial is None:
+            return 0
+        before, tokens = self.partials[issue.partial]
+        assert (before.group, before.index, before.version) == (issue.group, issue.index, issue.version), (
+            f"{issue} goes on from a partial of {before}"
+        )
+        assert before.attempt < issue.attempt
+        return tokens

@@ -1,0 +1,237 @@
+"""The orchestrator's mind: an event in, effects out. This file is the order of decisions only.
+
+    event -> what it changes -> choose -> (end?) -> partition -> supplement -> tidy -> effects
+
+Rule 1: no clock, network, tensor or log; time is what Ticks say. The same events give the same effects, byte for byte,
+in every process, so recovery is a replay of the journal and a simulation is a test.
+Rule 2: arithmetic of lag is in `window.py`, shares of engines in `partition.py`, books in `placement.py` and
+`groups.py`, what words change in `hearing.py`.
+"""
+
+from schemas import messages as m
+from workers.orchestrator import partition, window
+from workers.orchestrator.groups import Group, Place, Request, Stage
+from workers.orchestrator.hearing import Hearing
+from workers.orchestrator.placement import Engine
+
+
+class Mind(Hearing):
+    """One run: `on` is all there is to say to it."""
+
+    def on(self, event: m.Event) -> list[m.Effect]:
+        """Take one event; what is to be done about it. Nothing after `EndRun`."""
+        if self.ended:
+            return []
+        self._take(event)
+        if self.changed or self.triggered:
+            self.changed = False
+            self._settle()
+        effects, self.effects = self.effects, []
+        return effects if self.last_word is None else [*effects, self.last_word]
+
+    # --- what to do about it ---------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        while not self.ended:
+            self._choose()
+            self._finish()
+            if self.ended:
+                return
+            if self.triggered and self.published >= 0:
+                self._partition()
+            self.triggered = False
+            self._supplement()
+            if not self.triggered:
+                break
+        if not self.ended:
+            self._tidy()
+            wanted = self.rows.want()
+            if wanted is not None:
+                self.effects.append(m.WantPrompts(rows=wanted))
+
+    def _choose(self) -> None:
+        if self.published < self.step_next or (self.rules.steps is not None and self.step_next >= self.rules.steps):
+            self.blocked = False
+            return
+        complete = [window.Candidate(g.number, g.version, g.completed) for g in self.groups.complete.values()]
+        live = self.groups.live_by_version()
+        choice = window.choose(self.rules, self.step_next, complete, live, self.rows.exhausted)
+        self.blocked = choice.blocked
+        if not choice.groups:
+            return
+        self.chosen = [self.groups.table[number] for number in choice.groups]
+        for group in self.chosen:
+            self.groups.end(group, Stage.CHOSEN)
+        self.effects.append(self._batch(choice.exhausted))
+        self.step_next += 1
+        self.triggered = True
+
+    def _batch(self, exhausted: bool) -> m.BatchRecord:
+        members = []
+        for request in (request for group in self.chosen for request in group.requests):
+            score = request.score
+            assert score is not None, f"{request.key} was chosen without a score"
+            place = {"partition": score.partition, "offset": score.offset, "row": score.row}
+            members.append(m.Member(group=request.group, index=request.index, attempt=request.attempt, **place))
+        return m.BatchRecord(
+            run=self.settings.name,
+            step=self.step_next,
+            exhausted=exhausted,
+            groups=tuple((group.number, group.version) for group in self.chosen),
+            members=tuple(members),
+        )
+
+    def _finish(self) -> None:
+        """The first and the last evaluation round, and the end of the run."""
+        if self.published < 0:
+            return
+        samples = self.settings.evaluation.samples
+        last_step = self.rules.steps is not None and self.step_next >= self.rules.steps
+        used_up = self.rows.exhausted and self.groups.live == 0
+        over = self.published == self.step_next and (last_step or used_up)
+        first = self.published == 0 and self.rows.eval_complete
+        if samples and (first or over) and self.published not in self.evaluated:
+            self.evaluated.append(self.published)
+            for row in self.rows.evaluation:
+                self._open(row, "eval", samples)
+            self.triggered = True
+        if over and self.groups.evaluating == 0:
+            if self.step_next == 0:
+                self._end("failed", "no group could be trained on: the datasets are used up")
+            else:
+                self._end("done", f"{self.step_next} steps trained")
+
+    def _openable(self) -> int:
+        """Groups that could be opened at the newest version, engines aside."""
+        if self.published < 0 or (self.settings.evaluation.samples and not self.evaluated):
+            return 0
+        count = window.openable(self.rules, self.published, self.step_next, self.groups.live)
+        return min(count, len(self.rows.unread)) if self.rows.ended else count
+
+    def _partition(self) -> None:
+        engines = self.fleet.engines
+        if not engines:
+            return
+        versions = [v for v, books in sorted(self.groups.versions.items()) if books.unsampled and v < self.published]
+        demands = [self._demand(version) for version in versions] + [self._demand(self.published)]
+        share = partition.packed if self.settings.scheduling.partition == "packed" else partition.proportional
+        for engine, version in self.fleet.switches(share(len(engines), demands)):
+            for key in engine.booked:
+                found = self.groups.current(key)
+                if found is not None and found[1].place is Place.ENGINE:
+                    self.groups.move(found[1], Place.STOPPING)
+            self.fleet.swap(engine, version, self.patience)
+            names = {"engine": engine.number, "incarnation": engine.incarnation}
+            self.effects.append(m.Swap(version=version, after_sequence=engine.issued, **names))
+
+    def _demand(self, version: int) -> partition.Demand:
+        books, held = self.groups.of(version), self.fleet.held(version)
+        live = books.unsampled > 0
+        if version == self.published:
+            could = min(self._openable() * self.settings.group_size, self.fleet.free_seats())
+            return partition.Demand(version, books.unsampled + could, live)
+        seats = min(engine.seats for engine in self.fleet.engines.values())
+        kv_tokens = min(engine.kv_tokens_max for engine in self.fleet.engines.values())
+        running = [engine for engine in held if engine.loading is None]
+        placed, tokens = sum(len(e.booked) for e in running), sum(e.tokens for e in running)
+        keep = partition.engines_needed(placed, tokens, books.largest, seats, kv_tokens)
+        want = partition.engines_needed(books.unsampled, books.tokens, books.largest, seats, kv_tokens)
+        if want > len(held):
+            want = len(held) + (1 if books.unsampled > placed else 0)
+        return partition.Demand(version, books.unsampled, live, min(keep, len(held)), want)
+
+    def _supplement(self) -> None:
+        """Fill free seats: requests that wait, oldest version first, then new groups."""
+        for version in [v for v, books in sorted(self.groups.versions.items()) if books.waiting]:
+            self._place(version)
+        while (
+            not self.ended
+            and self.rows.unread
+            and self.fleet.has_free_seat(self.published)
+            and not self.groups.of(self.published).waiting
+            and self._openable() > 0
+        ):
+            self._open(self.rows.unread.popleft(), "train", self.settings.group_size)
+            self._place(self.published)
+
+    def _open(self, row: m.PromptArrived, purpose: m.Purpose, size: int) -> None:
+        tokens_max = row.prompt_tokens + row.max_new_tokens
+        self.groups.open(self.published, purpose, row.row, size=size, tokens_max=tokens_max, queued_at=self.now)
+
+    def _place(self, version: int) -> None:
+        """Issue waiting requests in order until one finds no room; one that no engine can hold voids its group."""
+        while not self.ended and self.fleet.has_free_seat(version):
+            request = self.groups.waiting(version)
+            if request is None:
+                return
+            group = self.groups.table[request.group]
+            if request.tokens_max > self.fleet.request_limit():
+                detail = f"row {group.prompt_row}: prompt and response may take {request.tokens_max} tokens, "
+                self._void(group, "failed", detail + f"an engine holds {self.fleet.request_limit()}")
+                continue
+            siblings = [other.engine for other in group.requests if other.place is Place.ENGINE]
+            engine = self.fleet.pick(version, request.tokens_max, siblings)
+            if engine is None:
+                return
+            self._issue(group, request, engine)
+
+    def _issue(self, group: Group, request: Request, engine: Engine) -> None:
+        request.attempt += 1
+        request.engine, request.since = engine.number, self.patience
+        self.groups.move(request, Place.ENGINE)
+        self.issued.append((self.patience, request, request.attempt))
+        self.effects.append(
+            m.Issue(
+                group=group.number,
+                index=request.index,
+                attempt=request.attempt,
+                version=group.version,
+                engine=engine.number,
+                incarnation=engine.incarnation,
+                sequence=self.fleet.book(engine, request.key, request.tokens_max),
+                purpose=group.purpose,
+                prompt_row=group.prompt_row,
+                queued_at=group.queued_at,
+                partial=request.partial,
+            )
+        )
+
+    def _tidy(self) -> None:
+        """Topics and files that nothing needs any more."""
+        oldest = window.oldest_live(self.rules, self.step_next)
+        for version in [v for v in self.unretired if v < oldest and not self._in_use(v)]:
+            self.unretired.remove(version)
+            self.effects.append(m.RetireVersion(version=version))
+        keep = self.settings.scheduling.weights_keep
+        lowest, kept = window.needed(self.rules, self.step_next, self.published, keep, self.checkpoints)
+        chosen = [group.version for group in self.chosen]
+        for version in [v for v in self.undeleted if v < lowest and v not in self.unretired]:
+            if version not in kept and version not in chosen:
+                self.undeleted.remove(version)
+                self.effects.append(m.DeleteWeights(version=version))
+
+    def _in_use(self, version: int) -> bool:
+        books = self.groups.of(version)
+        return bool(books.live or books.evaluating or books.unsampled or self.fleet.in_use(version))
+
+    def figures(self) -> dict[str, float]:
+        """What `dora status` and the metrics show."""
+        versions = self.groups.versions.values()
+        return {
+            "version": self.published,
+            "step_next": self.step_next,
+            "groups_opened": self.groups.opened,
+            "groups_live": self.groups.live,
+            "groups_complete": len(self.groups.complete),
+            "groups_chosen": len(self.chosen),
+            "groups_evaluating": self.groups.evaluating,
+            "requests_running": self.fleet.booked(),
+            "requests_waiting": sum(books.waiting for books in versions),
+            "engines": len(self.fleet.engines),
+            "seats_free": self.fleet.free_seats(),
+            "versions_live": sum(bool(books.live or books.unsampled) for books in versions),
+            "versions_hosted": self.fleet.hosted_versions(),
+            "lag_oldest": self.step_next - min((v for v, _ in self.groups.live_by_version()), default=self.step_next),
+            "prompts_unread": len(self.rows.unread),
+            "blocked_by_oldest_s": self.blocked_by_oldest_s,
+        }
