@@ -20,6 +20,12 @@ from workers.runtime.log import Log
 
 SHARED = Path(".run")
 FORMER_OWNER_S_MAX = 20.0
+_PREFECT_CLIENT = {
+    "PREFECT_CLIENT_MAX_RETRIES": "2",  # a server that is away must not hold up the end of a run for minutes
+    "PREFECT_LOGGING_LEVEL": "CRITICAL",  # the terminal is ours; logs are in the run's folder
+    "PREFECT_LOGGING_TO_API_ENABLED": "false",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+}
 
 
 class Services:
@@ -60,7 +66,7 @@ class Services:
                 return
             os.environ["PREFECT_HOME"] = str((SHARED / "prefect").resolve())
         os.environ["PREFECT_API_URL"] = self.prefect
-        os.environ["PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW"] = "ignore"
+        os.environ |= _PREFECT_CLIENT
         self._lock.note(prefect=self.ui)
 
     @property

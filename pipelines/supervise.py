@@ -116,7 +116,7 @@ class Supervisor:
             for spec in self._specs:
                 self._start(spec)
             outcome = self._watch(on_progress, stop)
-            self._stop_all(outcome, stop)
+            outcome = self._stop_all(outcome, stop)
         finally:
             for child in self._children.values():
                 child.kill()
@@ -199,12 +199,18 @@ class Supervisor:
 
     # --- ending -----------------------------------------------------------------------------
 
-    def _stop_all(self, outcome: Outcome, stop: StopRequest) -> None:
+    def _stop_all(self, outcome: Outcome, stop: StopRequest) -> Outcome:
+        """End everything; a run that is done without a whole archive is not done."""
         hurry = outcome.kind in ("cancelled", "suspended")
         first = [child for child in self._children.values() if child.spec.kind != "archive"]
         archive = [child for child in self._children.values() if child.spec.kind == "archive"]
         self._stop(first, hurry, stop)
         self._stop(archive, hurry, stop)
+        torn = [child for child in archive if child.ended() != 0]
+        if outcome.kind == "done" and torn:
+            story = f"the archive is not complete, {torn[0].log} ends with:\n{torn[0].last_lines()}"
+            return Outcome("failed", f"{outcome.reason}, but {story}\n`--resume` completes it")
+        return outcome
 
     def _stop(self, group: list[Child], hurry: bool, stop: StopRequest) -> None:
         """SIGTERM to these, SIGKILL at each one's limit."""

@@ -75,7 +75,7 @@ class Training(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo")
     loss_level: Literal["token", "sequence"] = Field("token")
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
-    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens (padding counted) of one forward pass.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward pass; a shared prompt counts once.")
     threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     checkpoints_keep: int = Field(2, ge=1)

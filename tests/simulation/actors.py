@@ -179,7 +179,8 @@ class EngineActor:
 
     def tokens(self, run: Run) -> int:
         grown = run.had + int((self.world.now - run.started) * self.speed)
-        return grown if run.length is None else min(grown, run.length - 1)
+        limit = self.world.row_of(run.issue).max_new_tokens if run.length is None else run.length
+        return max(run.had, min(grown, limit - 1))
 
     def take_out(self, key: RequestKey, keep: bool) -> bool:
         run = self.running.pop(key, None)
@@ -279,16 +280,15 @@ class PromptsActor:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.sent = 0
+        self.rows: list[m.PromptArrived] = []
 
     def want(self, rows: int) -> None:
         drawn = self.world.drawn
-        while self.sent < min(rows, drawn.rows_max):
-            row = drawn.rows[self.sent % len(drawn.rows)]
-            if self.sent >= len(drawn.rows):
-                row = drawn.rows[drawn.eval_rows + self.sent % (len(drawn.rows) - drawn.eval_rows)]
-            self.world.say(("prompts", 0, 0), row.model_copy(update={"row": self.sent}))
-            self.sent += 1
+        while len(self.rows) < min(rows, drawn.rows_max):
+            number, training = len(self.rows), len(drawn.rows) - drawn.eval_rows
+            row = drawn.rows[number if number < len(drawn.rows) else drawn.eval_rows + number % training]
+            self.rows.append(row.model_copy(update={"row": number}))
+            self.world.say(("prompts", 0, 0), self.rows[-1])
         if rows >= drawn.rows_max:
             self.world.say(("status", -3, 0), m.PromptsEnded(rows=drawn.rows_max))
 

@@ -18,13 +18,15 @@ S = 1_000_000
 
 @dataclass(eq=False)
 class Sample:
-    """`place`: wait, out (at an engine), done (finished, not scored), scored."""
+    """`place`: wait, out (at an engine), done (finished, not scored), scored. `perhaps`: failures that need not have
+    been counted: the sample was given up, and then something was heard of it before it was issued again."""
 
     place: str = "wait"
     attempt: int = -1
-    engine: tuple[int, int] = (-1, -1)
+    engine: int = -1
     since: int = 0
     failures: int = 0
+    perhaps: int = 0
     partial: Position | None = None
     score: m.Scored | None = None
     stray: bool = False
@@ -94,6 +96,8 @@ class Checker:
     # --- what the mind hears ---------------------------------------------------------------------
 
     def heard(self, event: m.Event) -> None:
+        if self.ended:
+            return
         engine, incarnation = getattr(event, "engine", None), getattr(event, "incarnation", None)
         books = self.books.get(engine) if engine is not None else None
         if books is not None and books.incarnation == incarnation:
@@ -167,23 +171,24 @@ class Checker:
             return
         snapshot = isinstance(word, m.PartialArrived) and word.reason == "snapshot"
         stale = word.engine is not None and (books is None or books.incarnation != word.incarnation)
+        held = False
         if books is not None and not stale and not snapshot:
-            held = books.booked.pop(key, None)
-            if held is None and not sample_is_stray(sample):
-                return
-        if isinstance(word, m.PartialArrived):
-            if sample is not None and sample.place in ("out", "wait"):
+            held = books.booked.pop(key, None) is not None
+        if sample is None or sample.place == "scored":
+            return
+        sample.perhaps += self._late(sample)
+        match word:
+            case m.PartialArrived() if sample.place in ("out", "wait"):
                 sample.partial = word.at
-                if not snapshot:
-                    sample.place = "wait"
-            return
-        if sample is None or stale or sample.place not in ("out", "done") or sample_is_stray(sample):
-            return
-        if isinstance(word, m.Finished):
-            sample.place, sample.since = "done", self.now
-        elif sample.place == "out" or isinstance(word, m.Failed):
-            sample.place = "wait"
-            sample.failures += isinstance(word, m.Failed)
+                sample.place = sample.place if snapshot else "wait"
+            case m.Finished() if not stale and sample.place != "done":
+                sample.place, sample.since = "done", self.now
+            case m.Failed(engine=None) if sample.place in ("out", "done"):
+                sample.place, sample.failures = "wait", sample.failures + 1
+            case m.Refused() | m.Failed() if held and sample.place == "out":
+                sample.place, sample.failures = "wait", sample.failures + isinstance(word, m.Failed)
+            case _:
+                pass
 
     def _scored(self, word: m.Scored, sample: Sample) -> None:
         life = self.groups[word.group]
@@ -271,8 +276,7 @@ class Checker:
         assert books.version == effect.version, f"{effect} to an engine that hosts {books.version} (I4)"
         assert effect.version not in self.retired, f"{effect} of a retired version (I5)"
         sample = life.samples[effect.index]
-        if sample.place == "done":
-            assert self.now - sample.since >= self.settings.engines.request_timeout_s * S, f"{effect}: not late"
+        if self._late(sample):
             sample.failures += 1
         else:
             assert sample.place == "wait" or sample.stray, f"{effect}: the sample is {sample.place} (I3)"
@@ -283,6 +287,7 @@ class Checker:
         assert effect.sequence == sequence, f"{effect}: sequence is to be {sequence}"
         self.sequences[effect.engine] = books.issued = sequence
         sample.place, sample.attempt, sample.since, sample.stray = "out", effect.attempt, self.now, False
+        sample.engine = effect.engine
         row = self.rows[effect.prompt_row]
         books.booked[RequestKey(effect.group, effect.index, effect.attempt)] = row.prompt_tokens + row.max_new_tokens
         held = sum(books.booked.values())
@@ -290,6 +295,13 @@ class Checker:
             f"engine {effect.engine}: {len(books.booked)} of {books.seats} seats, "
             f"KV {held} of {books.kv_tokens_max} (I7, books)"
         )
+
+    def _late(self, sample: Sample) -> bool:
+        """It was given up without a word: finished, but not scored in time, or its engine is to stop it anyway."""
+        books = self.books.get(sample.engine)
+        leaves = sample.place == "out" and books is not None and (books.loading is not None or sample.stray)
+        waited = self.now - sample.since
+        return (sample.place == "done" or leaves) and waited >= self.settings.engines.request_timeout_s * S
 
     def _open(self, effect: m.Issue | m.VoidGroup) -> Life:
         """A group is heard of for the first time: by its first issue, or by its void if no engine can hold it."""
@@ -329,9 +341,7 @@ class Checker:
             assert life.status == "to void", f"group {effect.group} has signal"
         else:
             assert effect.reason == "failed", effect
-            late = [s for s in life.samples if s.place == "done"]
-            limit = self.settings.engines.request_timeout_s * S
-            worst = max(s.failures + (s in late and self.now - s.since >= limit) for s in life.samples)
+            worst = max(sample.failures + sample.perhaps + self._late(sample) for sample in life.samples)
             too_long = row.prompt_tokens + row.max_new_tokens > self.drawn.tokens_per_request_max
             assert too_long or worst > self.settings.scheduling.failures_max, f"{effect}: worst sample failed {worst}"
         life.status = "voided"
@@ -386,7 +396,7 @@ class Checker:
         self.retired.add(effect.version)
 
     def _check_unused(self, version: int) -> None:
-        assert version < self.step_next - self.K, f"version {version} is in the window (I5)"
+        assert version < min(self.step_next - self.K, self.published), f"version {version} is in the window (I5)"
         users = [n for n, life in [*self.live.items(), *self.evaluating.items()] if life.version == version]
         assert not users, f"version {version} is gone, but groups {users} live (I5)"
         for number, books in self.books.items():
@@ -416,13 +426,18 @@ class Checker:
         if self.ended or self.published < 0:
             return
         hosts = [b for b in self.books.values() if b.loading is None and b.version is not None]
-        free = any(b.version == self.published and len(b.booked) < b.seats for b in hosts)
+        row = self.rows.get(self.row_next)
+        tokens = 0 if row is None else row.prompt_tokens + row.max_new_tokens
+        mine = [b for b in hosts if b.version == self.published and len(b.booked) < b.seats]
+        free = any(sum(b.booked.values()) + tokens <= b.kv_tokens_max for b in mine)
         lives = [*self.live.values(), *self.evaluating.values()]
         waiting = [(life, s) for life in lives if life.status == "open" for s in life.samples if s.place == "wait"]
         waits = {life.version for life, _ in waiting}
         for books in hosts:
             assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
-        assert not (free and self.published not in waits and self._could_open()), "a free seat, and nothing was opened"
+        late = {life.version for life in lives if any(self._late(sample) for sample in life.samples)}
+        rests = self.published not in waits | late
+        assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
         self._check_progress(now)
 
     def _could_open(self) -> bool:
@@ -473,7 +488,8 @@ class Checker:
             rounds = Counter(life.version for life in self.groups.values() if life.purpose == "eval")
             assert rounds == {0: self.drawn.eval_rows, self.published: self.drawn.eval_rows}, f"rounds: {rounds}"
         hosted = {version for b in self.books.values() for version in (b.version, b.loading)}
-        late = [v for v in self.made if v < self.step_next - self.K and v not in self.retired | hosted]
+        oldest = min(self.step_next - self.K, self.published)
+        late = [v for v in self.made if v < oldest and v not in self.retired | hosted]
         assert not late, f"versions {late} were never retired"
         kept = {*(self.kept if self.kept is not None else (0,)), *hosted}
         lowest = min(self.step_next - self.K, self.published - self.settings.scheduling.weights_keep + 1)
@@ -500,10 +516,6 @@ class Checker:
             key, version, _ = rows[member.partition, member.offset, member.row]
             assert key == RequestKey(member.group, member.index, member.attempt), f"{member} is the row of {key}"
             assert version == versions[member.group], f"{member} has version {version} (I4)"
-
-
-def sample_is_stray(sample: Sample | None) -> bool:
-    return sample is not None and sample.stray
 
 
 def _varies(life: Life) -> bool:

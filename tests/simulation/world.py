@@ -196,12 +196,14 @@ class World:
 
     # --- truth ------------------------------------------------------------------------------------
 
+    def row_of(self, issue: m.Issue) -> m.PromptArrived:
+        return self.prompts.rows[issue.prompt_row]
+
     def length_of(self, issue: m.Issue) -> int | None:
         """Heavy-tailed, the same for every attempt; None = a poisoned row's sample, which never ends."""
         name = (issue.group, issue.index)
         if name not in self.lengths:
-            limit = self.drawn.rows[issue.prompt_row % len(self.drawn.rows)].max_new_tokens
-            length = max(1, min(limit, int(self.rng.lognormvariate(3.0, 1.1))))
+            length = max(1, min(self.row_of(issue).max_new_tokens, int(self.rng.lognormvariate(3.0, 1.1))))
             self.lengths[name] = None if self.rng.random() < self.drawn.poison_share else length
         return self.lengths[name]
 

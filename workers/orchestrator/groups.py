@@ -15,7 +15,8 @@ A group is opened with its version and keeps it. Each of its requests (one per s
        |             |   stopping (Swap sent, partial awaited)
        +-------------+------ partial, refused, failed, engine lost: issued again, attempt + 1
 
-A score may come before the word that the seat is free, so `scored` is reached from everywhere. Seats and KV are not
+A score may come before the word that the seat is free, so `scored` is reached from everywhere; what was given up but
+not yet issued again may still be heard to have finished. Seats and KV are not
 booked here but in `placement.py`, under the request's key: a seat may stay booked after the request was scored.
 
 Rule 1: a word about another attempt than the last one issued is ignored (`Groups.find` says None).
@@ -58,7 +59,7 @@ STAGES_AFTER: dict[Stage, tuple[Stage, ...]] = {
     Stage.VOIDED: (),
 }
 PLACES_AFTER: dict[Place, tuple[Place, ...]] = {
-    Place.WAITING: (Place.ENGINE, Place.SCORED, Place.DROPPED),
+    Place.WAITING: (Place.ENGINE, Place.FINISHED, Place.SCORED, Place.DROPPED),
     Place.ENGINE: (Place.WAITING, Place.STOPPING, Place.FINISHED, Place.SCORED, Place.DROPPED),
     Place.STOPPING: (Place.WAITING, Place.FINISHED, Place.SCORED, Place.DROPPED),
     Place.FINISHED: (Place.WAITING, Place.SCORED, Place.DROPPED),

@@ -13,7 +13,7 @@ from schemas import messages as m
 from schemas.ids import RequestKey
 from schemas.settings import Settings
 from workers.orchestrator import window
-from workers.orchestrator.groups import Group, Groups, Place, Request, Stage
+from workers.orchestrator.groups import UNSAMPLED, Group, Groups, Place, Request, Stage
 from workers.orchestrator.placement import Engine, Fleet
 from workers.orchestrator.rows import Rows
 
@@ -135,10 +135,11 @@ class Hearing:
             if version is not None and version < self.published and not self.groups.of(version).waiting:
                 self.triggered |= len(engine.booked) == 0 or self.groups.of(version).unsampled % engine.seats == 0
         found = self.groups.current(key)
-        if found is None or found[1].place not in (Place.ENGINE, Place.STOPPING):
+        if found is None or found[1].place not in UNSAMPLED:
             return
         request = found[1]
-        self._sampled(request, Place.FINISHED)
+        self.groups.move(request, Place.FINISHED)
+        self._drained(request.version)
         request.since = self.patience
         self.issued.append((self.patience, request, request.attempt))
 
@@ -148,7 +149,7 @@ class Hearing:
         if engine is not None and word.reason != "snapshot":
             self.changed |= self.fleet.release(engine, key)
         found = self.groups.current(key)
-        if found is None or found[1].place not in (Place.WAITING, Place.ENGINE, Place.STOPPING):
+        if found is None or found[1].place not in UNSAMPLED:
             return
         request = found[1]
         assert word.version == request.version, f"partial of {key} has version {word.version}"
@@ -255,10 +256,6 @@ class Hearing:
                     self._fail(*found, "was not scored in time")
 
     # --- what can happen to requests and groups ------------------------------------------------------
-
-    def _sampled(self, request: Request, place: Place) -> None:
-        self.groups.move(request, place)
-        self._drained(request.version)
 
     def _drained(self, version: int) -> None:
         """A trigger: the last request of a version that needed an engine has ended."""

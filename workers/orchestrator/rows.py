@@ -5,6 +5,11 @@ from collections import deque
 from schemas.messages import PromptArrived
 
 
+def tokens_max(row: PromptArrived) -> int:
+    """Prompt and the longest response: the KV that each request of the row is booked with."""
+    return row.prompt_tokens + row.max_new_tokens
+
+
 class Rows:
     """Evaluation rows come first in `prompts`; so they are complete when the first training row, or the end, is there.
 

@@ -13,6 +13,7 @@ from workers.orchestrator import partition, window
 from workers.orchestrator.groups import Group, Place, Request, Stage
 from workers.orchestrator.hearing import Hearing
 from workers.orchestrator.placement import Engine
+from workers.orchestrator.rows import tokens_max
 
 
 class Mind(Hearing):
@@ -36,18 +37,17 @@ class Mind(Hearing):
             self._choose()
             self._finish()
             if self.ended:
-                return
+                break
             if self.triggered and self.published >= 0:
                 self._partition()
             self.triggered = False
             self._supplement()
             if not self.triggered:
                 break
-        if not self.ended:
-            self._tidy()
-            wanted = self.rows.want()
-            if wanted is not None:
-                self.effects.append(m.WantPrompts(rows=wanted))
+        self._tidy()
+        wanted = None if self.ended else self.rows.want()
+        if wanted is not None:
+            self.effects.append(m.WantPrompts(rows=wanted))
 
     def _choose(self) -> None:
         if self.published < self.step_next or (self.rules.steps is not None and self.step_next >= self.rules.steps):
@@ -144,19 +144,23 @@ class Mind(Hearing):
         """Fill free seats: requests that wait, oldest version first, then new groups."""
         for version in [v for v, books in sorted(self.groups.versions.items()) if books.waiting]:
             self._place(version)
-        while (
-            not self.ended
-            and self.rows.unread
-            and self.fleet.has_free_seat(self.published)
-            and not self.groups.of(self.published).waiting
-            and self._openable() > 0
-        ):
+        while not self.ended and self._may_open():
             self._open(self.rows.unread.popleft(), "train", self.settings.group_size)
             self._place(self.published)
 
+    def _may_open(self) -> bool:
+        """A row is there, the newest version has a seat and KV for it, nothing of it waits, and lag allows it."""
+        if not self.rows.unread or not self.fleet.has_free_seat(self.published):
+            return False
+        if self.groups.of(self.published).waiting or self._openable() <= 0:
+            return False
+        tokens = tokens_max(self.rows.unread[0])
+        too_long = tokens > self.fleet.request_limit()
+        return too_long or self.fleet.pick(self.published, tokens, ()) is not None
+
     def _open(self, row: m.PromptArrived, purpose: m.Purpose, size: int) -> None:
-        tokens_max = row.prompt_tokens + row.max_new_tokens
-        self.groups.open(self.published, purpose, row.row, size=size, tokens_max=tokens_max, queued_at=self.now)
+        tokens = tokens_max(row)
+        self.groups.open(self.published, purpose, row.row, size=size, tokens_max=tokens, queued_at=self.now)
 
     def _place(self, version: int) -> None:
         """Issue waiting requests in order until one finds no room; one that no engine can hold voids its group."""
@@ -198,7 +202,7 @@ class Mind(Hearing):
 
     def _tidy(self) -> None:
         """Topics and files that nothing needs any more."""
-        oldest = window.oldest_live(self.rules, self.step_next)
+        oldest = min(window.oldest_live(self.rules, self.step_next), self.published)
         for version in [v for v in self.unretired if v < oldest and not self._in_use(v)]:
             self.unretired.remove(version)
             self.effects.append(m.RetireVersion(version=version))

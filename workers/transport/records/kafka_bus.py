@@ -69,7 +69,7 @@ class KafkaBus:
         self._lock = threading.Lock()
         self._exact_lock = threading.Lock()
         self._exact: KafkaConsumer | None = None
-        self._producers: weakref.WeakSet[KafkaProducer] = weakref.WeakSet()
+        self._senders: weakref.WeakSet[KafkaSender] = weakref.WeakSet()
         try:
             self._admin = KafkaAdminClient(**self._options(KafkaAdminClient, {}))
         except kafka_errors.KafkaTimeoutError as error:
@@ -120,10 +120,11 @@ class KafkaBus:
         }
         with kafka_errors_of(self.address):
             client = KafkaProducer(**self._options(KafkaProducer, ours))
-            self._producers.add(client)
             if transactional_id is not None:
                 client.init_transactions()
-        return KafkaSender(self, client, transactional_id is not None)
+        sender = KafkaSender(self, client, transactional_id is not None)
+        self._senders.add(sender)
+        return sender
 
     def consumer(self, **ours: Any) -> KafkaConsumer:
         with kafka_errors_of(self.address):
@@ -149,10 +150,9 @@ class KafkaBus:
             answer = self._ask(lambda: self._admin.create_topics(missing, raise_errors=False))
             self._refuse(answer["topics"], _EXISTS)
         self._until(lambda: self._counts(list(wanted)).keys() == wanted.keys(), f"topics {', '.join(wanted)}")
-        for client in list(self._producers):
+        for sender in list(self._senders):
             for name in missing:
-                with kafka_errors_of(self.address):
-                    client.partitions_for(name)  # else its first record there would wait for this
+                sender.touch(name)
 
     def delete_topics(self, names: Iterable[str]) -> None:
         existing = list(self._counts(list(names)))
@@ -160,6 +160,8 @@ class KafkaBus:
             answer = self._ask(lambda: self._admin.delete_topics(existing, raise_errors=False))
             self._refuse(answer["topics"], _MISSING)
             self._until(lambda: not self._counts(existing), f"the end of {', '.join(existing)}")
+        for sender in list(self._senders):
+            sender.forget(existing)
 
     def topics(self, prefix: str) -> dict[str, int]:
         return {name: count for name, count in sorted(self._counts(None).items()) if name.startswith(prefix)}

@@ -23,6 +23,7 @@ from workers.transport.records.bus import BusUnavailable, Fenced, Record, Start,
 
 INFLIGHT_BYTES_MAX = 64 << 20
 CLOSE_S_MAX = 5.0
+COMMIT_ATTEMPT_S = 3.0
 READ_AHEAD_MAX = 200
 """`read_exactly` reads over at most this many unwanted records; a wider gap is jumped."""
 _FENCED = (
@@ -96,6 +97,12 @@ def _within(call: Callable[[], None], timeout_s: float, what: str) -> None:
         raise failed[0]
 
 
+def forget(cluster: Any, topics: Iterable[str]) -> None:
+    """Stop asking for these topics. kafka-python follows a topic for ever, and asks many times a second once it is
+    deleted: the set it follows only grows (`ClusterMetadata.set_topics`). Replaced whole, as other threads iterate it."""
+    cluster._topics = cluster._topics - set(topics)
+
+
 def to_record(found: Any) -> Record:
     """Headers of strangers that are no UTF-8 are read with replacement characters; their schema is refused later."""
     headers = {name: (text or b"").decode(errors="replace") for name, text in found.headers}
@@ -155,6 +162,7 @@ class KafkaSender:
         self._client = client
         self._transactional = transactional
         self._open = False
+        self._closed = False
         self._in_flight: deque[_Sent] = deque()
         self._bytes = 0
 
@@ -208,7 +216,18 @@ class KafkaSender:
         with suppress(Fenced), kafka_errors_of(self._broker.address):  # who is fenced has been aborted
             _within(self._client.abort_transaction, self._broker.timeout_s, "abort")
 
+    def touch(self, topic: str) -> None:
+        """Learn of a fresh topic now; else its first record would wait for that. Any thread may call it."""
+        if not self._closed:
+            with kafka_errors_of(self._broker.address):
+                self._client.partitions_for(topic)
+
+    def forget(self, topics: Iterable[str]) -> None:
+        """These topics are deleted."""
+        forget(self._client._metadata, topics)
+
     def close(self) -> None:
+        self._closed = True
         with suppress(BusUnavailable):  # what was not acknowledged is the caller's to know, by flush
             self.abort()
         with suppress(kafka_errors.KafkaError):
@@ -239,6 +258,8 @@ class KafkaReader:
         assert not self._member, "the group gives a member its partitions"
         self._drop(TopicPartition(topic, partition))
         self._client.assign(list(self._next))
+        if all(place.topic != topic for place in self._next):
+            forget(self._client._cluster, [topic])
 
     def _drop(self, place: TopicPartition) -> None:
         self._next.pop(place, None)
@@ -294,14 +315,27 @@ class KafkaReader:
             for place, after in self._next.items()
             if place in held
         }
-        if not offsets:
-            return
+        limit = clock.monotonic_s() + self._broker.timeout_s
+        while offsets:
+            if not self._member:  # a member's topics are never deleted
+                there = self._broker.ends(offsets)
+                offsets = {place: offset for place, offset in offsets.items() if place in there}
+            if not offsets or self._committed(offsets, last=clock.monotonic_s() >= limit):
+                return
+
+    def _committed(self, offsets: Mapping[TopicPartition, OffsetAndMetadata], *, last: bool) -> bool:
+        """One attempt. A topic that was deleted meanwhile would hold it up until the very end: look again, and again."""
         with kafka_errors_of(self._broker.address):
             try:
-                self._client.commit(offsets, timeout_ms=self._broker.timeout_s * 1000)
+                self._client.commit(dict(offsets), timeout_ms=COMMIT_ATTEMPT_S * 1000)
             except _REBALANCED:
                 if not self._member:
                     raise
+            except kafka_errors.KafkaTimeoutError:
+                if last:
+                    raise
+                return False
+        return True
 
     def close(self) -> None:
         with suppress(kafka_errors.KafkaError):

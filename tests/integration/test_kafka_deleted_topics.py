@@ -1,0 +1,45 @@
+"""A deleted topic is forgotten: nobody asks the broker for it any more (it was asked for 26 times a second, for ever)."""
+
+import logging
+
+import pytest
+
+from schemas.topics import TopicSpec
+from workers.transport.records.kafka_bus import KafkaBus
+
+pytestmark = pytest.mark.integration
+
+
+def test_nobody_asks_for_a_deleted_topic(broker_address: str, caplog: pytest.LogCaptureFixture) -> None:
+    bus = KafkaBus(broker_address, {}, 1, 30.0)
+    names = ["dora.deleted.stays", "dora.deleted.goes"]
+    bus.make_topics([TopicSpec(name, 2) for name in names])
+    producer, reader = bus.producer(), bus.reader("deleted")
+    for name in names:
+        producer.send(name, b"x", {})
+        for partition in (0, 1):
+            reader.add(name, partition, "earliest")
+    producer.flush(10)
+    seen: list[str] = []
+    while len(seen) < 2:
+        records = reader.poll(10_000)
+        assert records, "no record within 10 s"
+        seen += [record.topic for record in records]
+    reader.commit()
+    bus.delete_topics(names[1:])
+    assert reader.poll(1_500) == []  # it still reads what is gone, and so hears of it
+    for partition in (0, 1):
+        reader.remove(names[1], partition)
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, logger="kafka.cluster"):
+        bus.make_topics([TopicSpec("dora.deleted.new", 1)])  # the producer asks for all that it follows
+        assert reader.poll(2_000) == []
+        producer.send(names[0], b"y", {})
+        producer.flush(10)
+        assert [record.value for record in reader.poll(10_000)] == [b"y"]
+    asked = [record for record in caplog.records if "not found" in record.getMessage()]
+    assert len(asked) <= 2, f"asked {len(asked)} times for a topic that is gone"
+    reader.commit()
+    reader.close()
+    producer.close()
+    bus.close()
