@@ -46,7 +46,7 @@ def resolve_model(model: str, cache: Path) -> Path:
 def write_tiny(
     folder: Path, family: Family = "llama", *, tied: bool = True, seed: int = 0, dtype: str = "float32"
 ) -> None:
-    """Write a random 2-layer model (hidden 64, head_dim 32, vocabulary 512) with norms and biases that are not 1 and 0."""
+    """Write a random 2-layer model (hidden 64, head_dim 32, vocabulary 512); norms and biases are not 1 and 0."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

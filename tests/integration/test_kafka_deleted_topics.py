@@ -1,4 +1,4 @@
-"""A deleted topic is forgotten: nobody asks the broker for it any more (it was asked for 26 times a second, for ever)."""
+"""A deleted topic is forgotten: nobody asks the broker for it any more (26 times a second, before)."""
 
 import logging
 

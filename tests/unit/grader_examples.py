@@ -4,7 +4,7 @@ import os
 import threading
 from typing import Any
 
-from workers.reward.graders import GradeInput, Verdict, ids_only
+from workers.reward.verdict import GradeInput, Verdict, ids_only
 
 _for_ever = threading.Event()
 

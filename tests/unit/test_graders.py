@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from workers.reward import graders, toy_graders
-from workers.reward.graders import GradeInput, Verdict
+from workers.reward.verdict import GradeInput, Verdict
 
 
 def item(

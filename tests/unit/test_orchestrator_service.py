@@ -1,4 +1,4 @@
-"""The whole house on an in-memory log: what the services say to each other fits, also after an orchestrator's restart."""
+"""The whole house on an in-memory log: what services say to each other fits, also after the orchestrator's restart."""
 
 from pathlib import Path
 

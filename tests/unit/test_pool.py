@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.reward.graders import Verdict
 from workers.reward.pool import Graded, GradersUnavailable, Item, Limits, Pool
+from workers.reward.verdict import Verdict
 from workers.runtime import clock
 from workers.runtime.errors import BadInput
 

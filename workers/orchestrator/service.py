@@ -14,8 +14,7 @@ from schemas import messages as m
 from schemas.codec import BadRecord, decode
 from schemas.ids import Position, sampling_seed
 from schemas.topics import version_key
-from workers.orchestrator import recovery
-from workers.orchestrator.state import Mind
+from workers.orchestrator.recovery import inputs, replay
 from workers.runtime import clock
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
@@ -51,10 +50,10 @@ class Hands:
         self.store = Store(process.weights_dir)
         self.producer = bus.producer(self.topics.transactional_id)
         journal = read_journal(bus, self.topics.journal)
-        self.mind = recovery.replay(process.settings, journal)
+        self.mind = replay(process.settings, journal)
         self.sequence = len(journal)
         self.inputs = {self._input(kind): 0 for kind in ("prompts", "partials", "weights", "status")}
-        self.inputs.update(recovery.inputs(journal))
+        self.inputs.update(inputs(journal))
         self.retired: set[int] = set()
         self._do_again(journal)
         self.reader = bus.reader()
@@ -231,8 +230,12 @@ class Hands:
         if not missing:
             return
         for position, record in self.bus.read(missing).items():
-            kind = m.PromptRecord if position.topic == self.topics.prompts else m.PartialRecord
-            self.payloads[position] = decode(kind, record.value, record.headers)
+            prompt = position.topic == self.topics.prompts
+            self.payloads[position] = (
+                decode(m.PromptRecord, record.value, record.headers)
+                if prompt
+                else decode(m.PartialRecord, record.value, record.headers)
+            )
 
     def _send_metrics(self, *, stepped: bool) -> None:
         now = clock.monotonic_s()

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from workers.reward import graders
+from workers.reward.verdict import GradeInput
 from workers.runtime.process import die_with_parent
 
 _ERROR_CHARACTERS_MAX = 1000
@@ -103,9 +104,9 @@ class GraderProcess:
             raise ValueError(f"grader {name} reads text, but {self._model} has no tokenizer")
         return grader
 
-    def _item(self, request: dict[str, Any]) -> graders.GradeInput:
+    def _item(self, request: dict[str, Any]) -> GradeInput:
         response_ids: list[int] = request["response_ids"]
-        return graders.GradeInput(
+        return GradeInput(
             prompt_ids=tuple(request["prompt_ids"]),
             response_ids=tuple(response_ids),
             text="" if self._decode is None else self._decode(response_ids),

@@ -15,48 +15,19 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from workers.reward.verdict import GradeInput, Grader, Verdict
+
 HOW_TO = (
     "write last_integer, math_verify, reasoning_gym:<task>, or module:function "
-    "for a function of your own (workers.reward.graders.GradeInput -> float or Verdict)"
+    "for a function of your own (workers.reward.verdict.GradeInput -> float or Verdict)"
 )
 _BUILT_IN = ("last_integer", "math_verify", "reasoning_gym:<task>", "module:function")
 # Digits with groups of three ("1,234") or without, and what follows a point.
 _NUMBER = re.compile(r"(?<![0-9.])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)*")
 _MINUS = "-\u2212\u2013"
-
-
-@dataclass(frozen=True, slots=True)
-class GradeInput:
-    """One response. `text` is the decoded `response_ids` without special tokens, `metadata` the row's JSON object."""
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    text: str
-    answer: str
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`outcome` is the verdict before shaping (filters look at it), `reward` what is trained on, `parts` for people."""
-
-    reward: float
-    outcome: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-Grader = Callable[[GradeInput], "float | Verdict"]
-
-
-def ids_only(grader: Grader) -> Grader:
-    """Mark a grader that does not read `text`: it works without a tokenizer."""
-    grader.ids_only = True  # type: ignore[attr-defined]
-    return grader
 
 
 def needs_text(grader: Grader) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import math_verify as door
 
-from workers.reward.graders import GradeInput
+from workers.reward.verdict import GradeInput
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its alarms are off
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from workers.reward.graders import Verdict
+from workers.reward.verdict import Verdict
 from workers.runtime import clock
 from workers.runtime.errors import BadInput, DoraError
 

@@ -10,7 +10,7 @@ import reasoning_gym as door
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from workers.reward.graders import GradeInput
+from workers.reward.verdict import GradeInput
 
 
 def tasks() -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from workers.reward.graders import GradeInput, Verdict, ids_only
+from workers.reward.verdict import GradeInput, Verdict, ids_only
 
 
 def _share(item: GradeInput, counts: Callable[[int], bool]) -> float:

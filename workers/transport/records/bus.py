@@ -75,7 +75,7 @@ class Producer(Protocol):
         """Open a transaction (transactional producers only). Fenced."""
 
     def commit(self, timeout_s: float) -> None:
-        """All or nothing of what was sent since `begin`. Fenced, BusUnavailable."""
+        """All or nothing of what was sent since `begin`; readers see it a moment later. Fenced, BusUnavailable."""
 
     def abort(self) -> None:
         """Nothing of what was sent since `begin`."""

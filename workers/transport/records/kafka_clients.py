@@ -99,7 +99,7 @@ def _within(call: Callable[[], None], timeout_s: float, what: str) -> None:
 
 def forget(cluster: Any, topics: Iterable[str]) -> None:
     """Stop asking for these topics. kafka-python follows a topic for ever, and asks many times a second once it is
-    deleted: the set it follows only grows (`ClusterMetadata.set_topics`). Replaced whole, as other threads iterate it."""
+    deleted: the set it follows only grows (`ClusterMetadata.set_topics`). Replaced whole: other threads iterate it."""
     cluster._topics = cluster._topics - set(topics)
 
 
@@ -324,7 +324,7 @@ class KafkaReader:
                 return
 
     def _committed(self, offsets: Mapping[TopicPartition, OffsetAndMetadata], *, last: bool) -> bool:
-        """One attempt. A topic that was deleted meanwhile would hold it up until the very end: look again, and again."""
+        """One attempt: a topic that was deleted meanwhile would hold it up until the very end, so look again."""
         with kafka_errors_of(self._broker.address):
             try:
                 self._client.commit(dict(offsets), timeout_ms=COMMIT_ATTEMPT_S * 1000)
