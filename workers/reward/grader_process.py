@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from workers.reward import graders
-from workers.reward.verdict import GradeInput
+from workers.reward.verdict import Grader, GradeInput
 from workers.runtime.process import die_with_parent
 
 _ERROR_CHARACTERS_MAX = 1000
@@ -98,7 +98,7 @@ class GraderProcess:
         self.say(id=request["id"], error=caught.text())
         return not isinstance(caught.error, MemoryError)
 
-    def _load(self, name: str) -> graders.Grader:
+    def _load(self, name: str) -> Grader:
         grader = graders.load(name)
         if self._decode is None and graders.needs_text(grader):
             raise ValueError(f"grader {name} reads text, but {self._model} has no tokenizer")
