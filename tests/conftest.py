@@ -12,7 +12,10 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from pipelines.local_services import start_kafka
+pytest.register_assert_rewrite(
+    "tests.integration.whole_run", "tests.house", "tests.unit.rollout_house", "tests.unit.trainer_world"
+)
+from pipelines.local_services import start_kafka  # noqa: E402
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
