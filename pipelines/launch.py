@@ -110,7 +110,7 @@ def _run(settings: Settings, run_dir: Path, lock: RunLock, resume: bool) -> int:
         if bus is not None:
             bus.close()
         services.stop()
-    return _finish(settings, run_dir, outcome)
+    return _finish(settings, run_dir, outcome, services.ui)
 
 
 def _supervise(
@@ -140,7 +140,7 @@ def _refuse_foreign_topics(bus: Bus, settings: Settings) -> None:
         )
 
 
-def _finish(settings: Settings, run_dir: Path, outcome: Outcome) -> int:
+def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> int:
     try:
         made = report.write(settings, run_dir)
     except (OSError, ValueError) as error:
@@ -150,6 +150,8 @@ def _finish(settings: Settings, run_dir: Path, outcome: Outcome) -> int:
     else:
         print(report.as_text(made))
     print(f"  folder         {run_dir} (archive/, weights/, logs/, summary.json, metrics.parquet)")
+    if ui:
+        print(f"  Prefect UI     {ui} (a server that the run started ended with it; its history stays)")
     if outcome.kind == "failed":
         print(f"dora: the run failed: {outcome.reason}", file=sys.stderr)
     elif outcome.kind != "done":

@@ -33,7 +33,7 @@ RESTARTS_MAX = 5
 RESTART_WINDOW_S = 600.0
 RESTART_DELAY_S = 0.5
 WATCH_PERIOD_S = 0.2
-STATUS_PERIOD_S = 2.0
+STATUS_PERIOD_S = 1.0
 STOP_LIMITS_S = {"trainer": 120.0, "archive": 180.0}
 """After SIGTERM; others STOP_LIMIT_S. The trainer writes its checkpoint, the archive reads to the end."""
 STOP_LIMIT_S = 10.0

@@ -1,6 +1,8 @@
 """Everything a person can get wrong, found before anything starts. BadInput says where and what to do."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +42,13 @@ def check_settings(settings: Settings) -> Checked:
 
 
 def resolve(model: str) -> Path:
-    """The model's folder. BadInput."""
+    """The model's folder. BadInput. A builtin one is made in a process of its own: torch would stay in this one."""
+    name = model.removeprefix("builtin:")
+    if name != model and not (MODELS_CACHE / name / "config.json").is_file():
+        print(f"making {model} (once, under a minute)", file=sys.stderr)
+        code = "import sys, pathlib, pipelines.models as m; m.resolve_model(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        maker = [sys.executable, "-c", code, model, str(MODELS_CACHE)]
+        subprocess.run(maker, capture_output=True, check=False)  # what it could not make is said by the next call
     try:
         return resolve_model(model, MODELS_CACHE)
     except ValueError as error:

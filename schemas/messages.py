@@ -239,6 +239,16 @@ class Tick(Message):
     now: int
 
 
+class RunStarted(Message):
+    """An orchestrator begins or goes on: what it was told to do then. An end said before is taken back.
+
+    `steps` is None with `epochs`. It may have grown since the last start, so it stands in the journal.
+    """
+
+    kind: Literal["run_started"] = "run_started"
+    steps: int | None
+
+
 class PromptArrived(Message):
     """What the mind needs to know of a prompt: no tokens, only how many."""
 
@@ -347,23 +357,7 @@ Status = Annotated[
     Field(discriminator="kind"),
 ]
 Event = Annotated[
-    Tick
-    | PromptArrived
-    | PartialArrived
-    | WeightsArrived
-    | Joined
-    | Hosting
-    | Heartbeat
-    | Started
-    | Finished
-    | Refused
-    | Failed
-    | Scored
-    | EngineGone
-    | PromptsEnded
-    | CheckpointSaved
-    | StopRun,
-    Field(discriminator="kind"),
+    Tick | RunStarted | PromptArrived | PartialArrived | WeightsArrived | Status, Field(discriminator="kind")
 ]
 Effect = Annotated[
     MakeVersion

@@ -1,213 +1,20 @@
 """Judges a run by what was heard and said, and by the world's truth. Knows nothing of the mind's code.
 
-`heard(event)` before the mind takes it, `said(effects)` after, `settled(now)` at the end of a poll, `at_the_end()`.
+`heard(event)` before the mind takes it (`ledger.py`), `said(effects)` after, `settled(now)` at the end of a poll.
 Every complaint is an AssertionError that names the invariant or the rule of the specification.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from schemas import messages as m
-from schemas.ids import Position, RequestKey
+from schemas.ids import RequestKey
 from schemas.invariants import consecutive, deadline, feasible, lag_allowed, within_capacity
-from tests.simulation.draw import Drawn
-
-S = 1_000_000
+from tests.simulation.ledger import Ledger, Life, S, Sample
 
 
-@dataclass(eq=False)
-class Sample:
-    """`place`: wait, out (at an engine), done (finished, not scored), scored. `perhaps`: failures that need not have
-    been counted: the sample was given up, and then something was heard of it before it was issued again."""
-
-    place: str = "wait"
-    attempt: int = -1
-    engine: int = -1
-    since: int = 0
-    failures: int = 0
-    perhaps: int = 0
-    partial: Position | None = None
-    score: m.Scored | None = None
-    stray: bool = False
-
-
-@dataclass(eq=False)
-class Life:
-    version: int
-    purpose: str
-    row: int
-    samples: list[Sample]
-    status: str = "open"
-    completed: int = -1
-
-
-@dataclass(eq=False)
-class Books:
-    """An engine by its words and the commands to it."""
-
-    incarnation: int
-    heard_at: int
-    seats: int
-    kv_tokens_max: int
-    version: int | None = None
-    loading: int | None = None
-    loading_since: int = 0
-    issued: int = -1
-    booked: dict[RequestKey, int] = field(default_factory=dict)
-
-
-class Checker:
-    def __init__(self, drawn: Drawn) -> None:
-        self.drawn, self.settings = drawn, drawn.settings
-        self.size, self.batch = self.settings.group_size, self.settings.groups_per_batch
-        self.K, self.steps = self.settings.lag_max, self.settings.steps or None
-        self.now = 0
-        self.groups: dict[int, Life] = {}
-        self.live: dict[int, Life] = {}
-        self.evaluating: dict[int, Life] = {}
-        self.complete: dict[int, Life] = {}
-        self.books: dict[int, Books] = {}
-        self.successors: dict[int, Books] = {}
-        self.excused: set[tuple[int, int]] = set()
-        self.sequences: dict[int, int] = {}
-        self.made: list[int] = []
-        self.retired: set[int] = set()
-        self.deleted: set[int] = set()
-        self.kept: tuple[int, ...] | None = None
-        self.published = -1
-        self.step_next = 0
-        self.chosen: list[int] = []
-        self.trained_keys: set[tuple[int, int]] = set()
-        self.rows: dict[int, m.PromptArrived] = {}
-        self.rows_end: int | None = None
-        self.row_next = drawn.eval_rows
-        self.wanted = 0
-        self.completions = 0
-        self.end: m.EndRun | None = None
-        self.moved_at = 0
-        self.voids: Counter[str] = Counter()
-        self.voids_in_row = 0
-
-    @property
-    def ended(self) -> bool:
-        return self.end is not None
-
-    # --- what the mind hears ---------------------------------------------------------------------
-
-    def heard(self, event: m.Event) -> None:
-        if self.ended:
-            return
-        engine, incarnation = getattr(event, "engine", None), getattr(event, "incarnation", None)
-        books = self.books.get(engine) if engine is not None else None
-        if books is not None and books.incarnation == incarnation:
-            books.heard_at = self.now
-        match event:
-            case m.Tick():
-                assert event.now >= self.now
-                self.now = event.now
-            case m.PromptArrived():
-                self.rows.setdefault(event.row, event)
-            case m.PromptsEnded():
-                self.rows_end = event.rows
-            case m.WeightsArrived() if event.version == self.published + 1:
-                self._published(event)
-            case m.CheckpointSaved():
-                self.kept = event.kept
-            case m.EngineGone():
-                if books is not None and (incarnation is None or incarnation >= books.incarnation):
-                    self.excused.add((event.engine, books.incarnation))
-            case m.Joined():
-                self._joined(event)
-            case m.Hosting() if books is not None and books.incarnation == incarnation:
-                self._hosting(books, event)
-            case m.Finished() | m.Refused() | m.PartialArrived() | m.Failed() | m.Scored():
-                self._about_sample(event, books)
-            case _:
-                pass
-
-    def _published(self, word: m.WeightsArrived) -> None:
-        self.published, self.moved_at = word.version, self.now
-        for number in self.chosen:
-            self.groups[number].status = "trained"
-        self.chosen = []
-
-    def _joined(self, word: m.Joined) -> None:
-        books = self.books.get(word.engine)
-        if books is not None and word.incarnation > books.incarnation:
-            self.excused.add((word.engine, books.incarnation))
-        if books is None or word.incarnation > books.incarnation:
-            new = Books(word.incarnation, self.now, word.seats, word.kv_tokens_max)
-            if books is None:
-                self.books[word.engine] = new
-            else:
-                self.successors[word.engine] = new
-
-    def _hosting(self, books: Books, word: m.Hosting) -> None:
-        if books.loading != word.version:
-            return
-        books.version, books.loading = word.version, None
-        for key in books.booked:
-            sample = self._sample(key.group, key.index, key.attempt)
-            if sample is not None and sample.place == "out":
-                sample.stray = True
-        books.booked.clear()
-
-    def _sample(self, group: int, index: int, attempt: int) -> Sample | None:
-        """The sample, if its group is open and this is its last attempt."""
-        life = self.groups.get(group)
-        if life is None or life.status != "open":
-            return None
-        sample = life.samples[index]
-        return sample if sample.attempt == attempt else None
-
-    def _about_sample(self, word: m.Event, books: Books | None) -> None:
-        assert isinstance(word, m.Finished | m.Refused | m.PartialArrived | m.Failed | m.Scored)
-        key = RequestKey(word.group, word.index, word.attempt)
-        sample = self._sample(word.group, word.index, word.attempt)
-        if isinstance(word, m.Scored):
-            if sample is not None and sample.place != "scored":
-                self._scored(word, sample)
-            return
-        snapshot = isinstance(word, m.PartialArrived) and word.reason == "snapshot"
-        stale = word.engine is not None and (books is None or books.incarnation != word.incarnation)
-        held = False
-        if books is not None and not stale and not snapshot:
-            held = books.booked.pop(key, None) is not None
-        if sample is None or sample.place == "scored":
-            return
-        sample.perhaps += self._late(sample)
-        match word:
-            case m.PartialArrived() if sample.place in ("out", "wait"):
-                sample.partial = word.at
-                sample.place = sample.place if snapshot else "wait"
-            case m.Finished() if not stale and sample.place != "done":
-                sample.place, sample.since = "done", self.now
-            case m.Failed(engine=None) if sample.place in ("out", "done"):
-                sample.place, sample.failures = "wait", sample.failures + 1
-            case m.Refused() | m.Failed() if held and sample.place == "out":
-                sample.place, sample.failures = "wait", sample.failures + isinstance(word, m.Failed)
-            case _:
-                pass
-
-    def _scored(self, word: m.Scored, sample: Sample) -> None:
-        life = self.groups[word.group]
-        if word.error is not None and life.purpose == "train":
-            if sample.place != "wait":
-                sample.place, sample.failures = "wait", sample.failures + 1
-            return
-        sample.place, sample.score = "scored", word
-        if all(other.place == "scored" for other in life.samples):
-            if life.purpose == "eval":
-                life.status = "evaluated"
-                del self.evaluating[word.group]
-            elif self.settings.scheduling.dynamic_sampling and not _varies(life):
-                life.status = "to void"
-            else:
-                life.status, life.completed = "complete", self.completions
-                self.complete[word.group] = life
-                self.completions += 1
-                self.voids_in_row = 0
+class Checker(Ledger):
+    """The rules."""
 
     # --- what the mind says ------------------------------------------------------------------------
 
@@ -215,8 +22,16 @@ class Checker:
         for effect in effects:
             assert self.end is None, f"{effect} after EndRun"
             getattr(self, f"_say_{effect.kind}")(effect)
+        self._check_dropped([effect.group for effect in effects if isinstance(effect, m.VoidGroup)])
         left = [number for number, life in self.live.items() if life.status == "to void"]
-        assert not left, f"groups without signal are not voided: {left} (I2)"
+        assert self.ended or not left, f"groups without signal are not voided: {left} (I2)"
+
+    def _check_dropped(self, voided: list[int]) -> None:
+        """What is void does not run on: engines that do not stop everything anyway were told."""
+        for number, books in self.books.items() if voided else ():
+            for key in books.booked if books.loading is None else ():
+                place = self.groups[key.group].samples[key.index].place if key.group in voided else "scored"
+                assert place != "out", f"{key} runs on at engine {number}, its group is void"
 
     def _say_make_version(self, effect: m.MakeVersion) -> None:
         self.made.append(effect.version)
@@ -254,7 +69,7 @@ class Checker:
         assert books is not None, "an engine was lost twice"
         assert books.incarnation == effect.incarnation
         limits, who = self.settings.engines, (effect.engine, effect.incarnation)
-        silent = self.now - books.heard_at >= limits.timeout_s * S
+        silent = self.awake - books.heard_at >= limits.timeout_s * S
         stuck = books.loading is not None and self.now - books.loading_since >= limits.start_timeout_s * S
         assert who in self.excused or silent or stuck, f"{who} was given up without reason: {effect.reason}"
         for key in books.booked:
@@ -295,13 +110,6 @@ class Checker:
             f"engine {effect.engine}: {len(books.booked)} of {books.seats} seats, "
             f"KV {held} of {books.kv_tokens_max} (I7, books)"
         )
-
-    def _late(self, sample: Sample) -> bool:
-        """It was given up without a word: finished, but not scored in time, or its engine is to stop it anyway."""
-        books = self.books.get(sample.engine)
-        leaves = sample.place == "out" and books is not None and (books.loading is not None or sample.stray)
-        waited = self.now - sample.since
-        return (sample.place == "done" or leaves) and waited >= self.settings.engines.request_timeout_s * S
 
     def _open(self, effect: m.Issue | m.VoidGroup) -> Life:
         """A group is heard of for the first time: by its first issue, or by its void if no engine can hold it."""
@@ -418,6 +226,8 @@ class Checker:
 
     def _say_end_run(self, effect: m.EndRun) -> None:
         self.end = effect
+        if effect.outcome != "cancelled":
+            self._check_the_end(effect)
 
     # --- at the end of a poll, and of the run ----------------------------------------------------------
 
@@ -431,14 +241,26 @@ class Checker:
         mine = [b for b in hosts if b.version == self.published and len(b.booked) < b.seats]
         free = any(sum(b.booked.values()) + tokens <= b.kv_tokens_max for b in mine)
         lives = [*self.live.values(), *self.evaluating.values()]
-        waiting = [(life, s) for life in lives if life.status == "open" for s in life.samples if s.place == "wait"]
-        waits = {life.version for life, _ in waiting}
+        asking = [(life, s) for life in lives for s in life.samples if s.place in ("wait", "out")]
+        waits = {life.version for life, s in asking if s.place == "wait"}
+        self._check_hosted(waits, {life.version for life, _ in asking})
+        for number, books in self.books.items():
+            silence = (self.awake - books.heard_at) / S
+            assert silence <= self.settings.engines.timeout_s + 10, f"engine {number} is silent for {silence:.0f} s"
         for books in hosts:
             assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
         late = {life.version for life in lives if any(self._late(sample) for sample in life.samples)}
         rests = self.published not in waits | late
         assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
         self._check_progress(now)
+
+    def _check_hosted(self, waits: set[int], asking: set[int]) -> None:
+        """As many versions as there are engines have one, oldest first (while none loads)."""
+        if any(books.loading is not None for books in self.books.values()):
+            return
+        hosted = {books.version for books in self.books.values()}
+        for version in sorted(asking)[: len(self.books)]:
+            assert version in hosted or version not in waits, f"requests of version {version} wait, no engine has it"
 
     def _could_open(self) -> bool:
         if self.row_next not in self.rows or len(self.live) + 1 > self.settings.live_max:
@@ -473,20 +295,19 @@ class Checker:
         over = self.step_next == self.steps or (self._all_rows_opened() and not self.live)
         return over and self.published == self.step_next
 
-    def at_the_end(self) -> None:
-        assert self.end is not None
-        if self.end.outcome == "failed":
+    def _check_the_end(self, end: m.EndRun) -> None:
+        if end.outcome == "failed":
             in_row = self.voids_in_row >= self.settings.scheduling.voids_in_row_max
-            assert in_row or (self.step_next == 0 and self._training_over()), f"failed without reason: {self.end}"
+            assert in_row or (self.step_next == 0 and self._training_over()), f"failed without reason: {end}"
             return
-        assert self.end.outcome == "done", self.end
         assert self._training_over(), f"done at step {self.step_next} of {self.steps}"
         open_ones = [n for n, life in self.groups.items() if life.status not in ("trained", "voided", "evaluated")]
         assert not open_ones, f"groups {open_ones} never ended (I2)"
         assert sorted(self.groups) == list(range(len(self.groups))), "group numbers have holes"
         if self.settings.evaluation.samples:
             rounds = Counter(life.version for life in self.groups.values() if life.purpose == "eval")
-            assert rounds == {0: self.drawn.eval_rows, self.published: self.drawn.eval_rows}, f"rounds: {rounds}"
+            self.ends.add(self.published)
+            assert rounds == dict.fromkeys([0, *self.ends], self.drawn.eval_rows), f"rounds: {rounds}"
         hosted = {version for b in self.books.values() for version in (b.version, b.loading)}
         oldest = min(self.step_next - self.K, self.published)
         late = [v for v in self.made if v < oldest and v not in self.retired | hosted]
@@ -509,14 +330,12 @@ class Checker:
             f"engine {engine} holds {len(mine)} requests, KV {tokens} (I7, truth)"
         )
 
-    def truth_rows(self, batch: m.BatchRecord, rows: Mapping[tuple[int, int, int], tuple[RequestKey, int, int]]) -> None:
+    def truth_rows(
+        self, batch: m.BatchRecord, rows: Mapping[tuple[int, int, int], tuple[RequestKey, int, int]]
+    ) -> None:
         """The rows of a batch are what it says they are (I3, I4)."""
         versions = dict(batch.groups)
         for member in batch.members:
             key, version, _ = rows[member.partition, member.offset, member.row]
             assert key == RequestKey(member.group, member.index, member.attempt), f"{member} is the row of {key}"
             assert version == versions[member.group], f"{member} has version {version} (I4)"
-
-
-def _varies(life: Life) -> bool:
-    return len({sample.score.outcome for sample in life.samples if sample.score is not None}) > 1

@@ -11,7 +11,8 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Drawn:
-    """One world. Times are seconds. `rows_max` is NEVER if the prompts never end."""
+    """One world. Times are seconds. `rows_max` is NEVER if the prompts never end. At `stop_at` people cancel the run and
+    resume it; when it is done they resume it with `grow` more steps."""
 
     settings: Settings
     rows: tuple[PromptArrived, ...]
@@ -26,6 +27,8 @@ class Drawn:
     faults: float
     quiet_at: float
     restarts: int
+    stop_at: float
+    grow: int
     constant_share: float
     poison_share: float
 
@@ -94,6 +97,8 @@ def draw(seed: int) -> Drawn:
         faults=faults,
         quiet_at=rng.choice([60.0, 200.0]),
         restarts=rng.randint(0, 2),
+        stop_at=rng.choice([30.0, 90.0]) if rng.random() < 0.1 else float(NEVER),
+        grow=rng.randint(1, 2) if rng.random() < 0.1 else 0,
         constant_share=rng.choice([0.0, 0.2, 0.6]),
         poison_share=rng.choice([0.0, 0.0, 0.02]),
     )

@@ -55,6 +55,7 @@ class World:
         self.outcomes: dict[int, float | None] = {}
         self.restarts_left = self.drawn.restarts
         self.done = False
+        self.starting, self.grow = True, self.drawn.grow
 
     # --- the machinery ------------------------------------------------------------------------
 
@@ -79,6 +80,7 @@ class World:
             self.at(self.rng.random() * 3, lambda number=number: self.start_engine(number))  # type: ignore[misc]
         self.at(self.rng.random() * 3, self.trainer.begin)
         self.at(0.0, self.poll)
+        self.at(self.drawn.stop_at, lambda: self.say(("status", -4, 0), m.StopRun(reason="enough")))
         if self.drawn.faults:
             self.at(5.0, self.trouble)
         for _ in range(EVENTS_MAX):
@@ -87,7 +89,6 @@ class World:
             self.now, _, act = heapq.heappop(self.heap)
             act()
         assert self.done, f"the run did not end by {self.now:.0f} s"
-        self.checker.at_the_end()
         if self.seed % 3 == 0:
             self.replay()
 
@@ -99,10 +100,10 @@ class World:
             if self.rng.random() < 0.5:
                 for event in [m.Tick(now=self.micros()), *self.inbox]:
                     self.mind.on(event)
-            self.mind = self.replay()
-            self.at(self.rng.random() * 40, self.poll)
+            self.restart_orchestrator()
             return
-        events, self.inbox = [m.Tick(now=self.micros()), *self.inbox], []
+        begin: list[m.Event] = [m.RunStarted(steps=self.settings.steps or None)] if self.starting else []
+        events, self.inbox, self.starting = [m.Tick(now=self.micros()), *begin, *self.inbox], [], False
         effects: list[m.Effect] = []
         for event in events:
             self.checker.heard(event)
@@ -116,9 +117,24 @@ class World:
             self.carry_out(effect)
         assert self.mind.ended == self.checker.ended, "mind.ended does not say what EndRun said"
         if self.mind.ended:
-            self.done = True
+            self.after_the_end()
         else:
             self.at(self.drawn.poll_s * self.rng.uniform(0.5, 1.5), self.poll)
+
+    def after_the_end(self) -> None:
+        """What was cancelled is resumed; what is done may be resumed with more steps."""
+        assert self.checker.end is not None
+        if self.checker.end.outcome == "done" and self.grow and self.settings.steps:
+            self.settings = self.settings.model_copy(update={"steps": self.settings.steps + self.grow})
+            self.grow = 0
+        elif self.checker.end.outcome != "cancelled":
+            self.done = True
+            return
+        self.restart_orchestrator()
+
+    def restart_orchestrator(self) -> None:
+        self.mind, self.starting = self.replay(), True
+        self.at(self.rng.random() * 40, self.poll)
 
     def micros(self) -> int:
         return 1_000_000_000 + int(self.now * 1e6)
@@ -171,9 +187,13 @@ class World:
         """The supervisor's part: whatever the mind gave up is started again, once."""
         engine = self.engines.get(number)
         if engine is not None and engine.incarnation == incarnation and number not in self.restarting:
-            engine.alive = False
+            # The old process may outlive its loss, and go on to speak.
+            self.at(self.rng.random() * 60, lambda: self.die(engine))
             self.restarting.add(number)
             self.at(self.rng.random() * 10, lambda: self.start_engine(number))
+
+    def die(self, engine: EngineActor) -> None:
+        engine.alive = False
 
     def trouble(self) -> None:
         """Every now and then an engine is killed or freezes."""
@@ -187,6 +207,8 @@ class World:
             engine.frozen_until = self.now + self.rng.uniform(1, 90)
             return
         engine.alive = False
+        if self.rng.random() < 0.3:
+            return  # nobody sees it end: only its silence tells
         self.restarting.add(engine.number)
         if self.rng.random() < 0.5:
             incarnation = engine.incarnation if self.rng.random() < 0.8 else None

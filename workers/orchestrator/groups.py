@@ -137,6 +137,8 @@ class Groups:
         self.table: dict[int, Group] = {}
         self.complete: dict[int, Group] = {}
         self.versions: dict[int, VersionBooks] = {}
+        self.drained = False
+        """The last request of some version that needed an engine has ended. Whoever looks resets it."""
 
     def open(
         self, version: int, purpose: Purpose, prompt_row: int, *, size: int, tokens_max: int, queued_at: int
@@ -158,6 +160,11 @@ class Groups:
     def of(self, version: int) -> VersionBooks:
         return self.versions.setdefault(version, VersionBooks())
 
+    def forget(self, version: int) -> None:
+        """Nothing of the version will come again."""
+        books = self.versions.pop(version, VersionBooks())
+        assert not (books.live or books.evaluating or books.unsampled), f"version {version} is in use"
+
     def find(self, group: int, index: int, attempt: int) -> tuple[Group, Request] | None:
         """The request that a word is about, or None: it is not open any more, or the word is about another attempt."""
         found = self.table.get(group)
@@ -176,6 +183,7 @@ class Groups:
         books = self.versions[request.version]
         change = (place in UNSAMPLED) - (before in UNSAMPLED)
         books.unsampled += change
+        self.drained |= change < 0 and books.unsampled == 0
         books.tokens += change * request.tokens_max
         books.waiting += (place is Place.WAITING) - (before is Place.WAITING)
         request.place = place

@@ -8,6 +8,7 @@ Rule 4: `triggered` asks for a new partition, `changed` only for choosing and fi
 """
 
 from collections import deque
+from dataclasses import replace
 
 from schemas import messages as m
 from schemas.ids import RequestKey
@@ -96,6 +97,10 @@ class Hearing:
             case m.CheckpointSaved():
                 self.checkpoints = event.kept
                 self.changed = True
+            case m.RunStarted():
+                self.rules = replace(self.rules, steps=event.steps)
+                self.last_word, self.voids_in_row = None, 0
+                self.triggered = True
             case m.StopRun():
                 self._end("cancelled", event.reason)
 
@@ -139,7 +144,6 @@ class Hearing:
             return
         request = found[1]
         self.groups.move(request, Place.FINISHED)
-        self._drained(request.version)
         request.since = self.patience
         self.issued.append((self.patience, request, request.attempt))
 
@@ -192,7 +196,6 @@ class Hearing:
             return
         self.changed = True
         last = self.groups.scored(group, request, word)
-        self._drained(group.version)
         if not last:
             return
         if group.purpose == "eval":
@@ -256,10 +259,6 @@ class Hearing:
                     self._fail(*found, "was not scored in time")
 
     # --- what can happen to requests and groups ------------------------------------------------------
-
-    def _drained(self, version: int) -> None:
-        """A trigger: the last request of a version that needed an engine has ended."""
-        self.triggered |= self.groups.of(version).unsampled == 0
 
     def _requeue(self, request: Request) -> None:
         """It waits to be issued again."""

@@ -35,7 +35,7 @@ def serve(process: Process, bus: Bus) -> int:
     """Run until the mind ends the run (0) or the process is told to stop (0)."""
     hands = Hands(process, bus)
     try:
-        while not hands.mind.ended and not process.stopping.is_set():
+        while not (hands.started and hands.mind.ended) and not process.stopping.is_set():
             hands.turn()
     finally:
         hands.close()
@@ -63,6 +63,7 @@ class Hands:
         self.payloads: OrderedDict[Position, m.PromptRecord | m.PartialRecord] = OrderedDict()
         self.tick_at = self.metrics_at = self.retire_at = clock.monotonic_s() - IDLE_TICK_S
         self.decide_s = 0.0
+        self.started = False
         self.letters: list[m.DeadLetter] = []
         process.log.info("journal_replayed", records=len(journal), ended=self.mind.ended)
 
@@ -77,6 +78,9 @@ class Hands:
         if records or now - self.tick_at >= IDLE_TICK_S:
             self.tick_at = now
             events: list[m.Event] = [m.Tick(now=clock.now_us())]
+            if not self.started:
+                self.started = True
+                events.append(m.RunStarted(steps=self.process.settings.steps or None))
             events += [event for record in records if (event := self._event(record)) is not None]
             effects = [effect for event in events for effect in self.mind.on(event)]
             self.decide_s += clock.monotonic_s() - now

@@ -20,12 +20,18 @@ class Mind(Hearing):
     """One run: `on` is all there is to say to it."""
 
     def on(self, event: m.Event) -> list[m.Effect]:
-        """Take one event; what is to be done about it. Nothing after `EndRun`."""
-        if self.ended:
-            return []
+        """Take one event; what is to be done about it.
+
+        After `EndRun` words are still heard (they are read and will not come again), but nothing is said until the run
+        is started again.
+        """
+        ended = self.ended
         self._take(event)
+        if ended and self.ended:
+            return []
+        self.triggered |= self.groups.drained
         if self.changed or self.triggered:
-            self.changed = False
+            self.changed = self.groups.drained = False
             self._settle()
         effects, self.effects = self.effects, []
         return effects if self.last_word is None else [*effects, self.last_word]
@@ -82,7 +88,10 @@ class Mind(Hearing):
         )
 
     def _finish(self) -> None:
-        """The first and the last evaluation round, and the end of the run."""
+        """The first and the last evaluation round, and the end of the run.
+
+        The first round is opened as soon as its rows are known to be complete, before the first training row is.
+        """
         if self.published < 0:
             return
         samples = self.settings.evaluation.samples
@@ -103,7 +112,7 @@ class Mind(Hearing):
 
     def _openable(self) -> int:
         """Groups that could be opened at the newest version, engines aside."""
-        if self.published < 0 or (self.settings.evaluation.samples and not self.evaluated):
+        if self.published < 0:
             return 0
         count = window.openable(self.rules, self.published, self.step_next, self.groups.live)
         return min(count, len(self.rows.unread)) if self.rows.ended else count
@@ -205,6 +214,8 @@ class Mind(Hearing):
         oldest = min(window.oldest_live(self.rules, self.step_next), self.published)
         for version in [v for v in self.unretired if v < oldest and not self._in_use(v)]:
             self.unretired.remove(version)
+            self.groups.forget(version)
+            self.fleet.roomy.pop(version, None)
             self.effects.append(m.RetireVersion(version=version))
         keep = self.settings.scheduling.weights_keep
         lowest, kept = window.needed(self.rules, self.step_next, self.published, keep, self.checkpoints)
