@@ -11,8 +11,8 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Drawn:
-    """One world. Times are seconds. `rows_max` is NEVER if the prompts never end. At `stop_at` people cancel the run and
-    resume it; when it is done they resume it with `grow` more steps."""
+    """One world. Times are seconds. `rows_max` is NEVER if the prompts never end. At `stop_at` people cancel the run
+    and resume it; when it is done they resume it with `grow` more steps."""
 
     settings: Settings
     rows: tuple[PromptArrived, ...]

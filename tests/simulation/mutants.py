@@ -28,42 +28,176 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("lag may be K + 1", "window", "rules.staleness_max, rules.steps)\n    return max", "rules.staleness_max + 1, rules.steps)\n    return max"),
-    Mutant("openings are not bounded by deadlines", "window", "min(rules.live_max, (last - first + 1) * rules.batch)", "rules.live_max"),
-    Mutant("openings are not bounded by live_max", "window", "min(rules.live_max, (last - first + 1) * rules.batch)", "(last - first + 1) * rules.batch"),
-    Mutant("a batch is chosen although I6 breaks", "window", "if not fits(rules, left.items(), step + 1):", "if False:"),
-    Mutant("a batch is taken in order of completion", "window", "(deadline(c.version, rules.staleness_max, rules.steps), c.completed)", "c.completed"),
+    Mutant(
+        "lag may be K + 1",
+        "window",
+        "rules.staleness_max, rules.steps)\n    return max",
+        "rules.staleness_max + 1, rules.steps)\n    return max",
+    ),
+    Mutant(
+        "openings are not bounded by deadlines",
+        "window",
+        "min(rules.live_max, (last - first + 1) * rules.batch)",
+        "rules.live_max",
+    ),
+    Mutant(
+        "openings are not bounded by live_max",
+        "window",
+        "min(rules.live_max, (last - first + 1) * rules.batch)",
+        "(last - first + 1) * rules.batch",
+    ),
+    Mutant(
+        "a batch is chosen although I6 breaks", "window", "if not fits(rules, left.items(), step + 1):", "if False:"
+    ),
+    Mutant(
+        "a batch is taken in order of completion",
+        "window",
+        "(deadline(c.version, rules.staleness_max, rules.steps), c.completed)",
+        "c.completed",
+    ),
     Mutant("the last batch waits for B groups", "window", "last = exhausted and total <= rules.batch", "last = False"),
-    Mutant("a batch may be small before the end", "window", "(max(total, 1) if last else rules.batch)", "max(1, rules.batch - 1)"),
-    Mutant("two batches are untrained at once", "state", "if self.published < self.step_next or", "if self.published < self.step_next - 1 or"),
-    Mutant("plain rounding starves old versions", "partition", "more = min(left, max(0, getattr(demand, limit) - given[demand.version]))", "more = round(engines * demand.requests / sum(d.requests for d in demands)) - 1 if limit == 'keep' else 0"),
+    Mutant(
+        "a batch may be small before the end",
+        "window",
+        "(max(total, 1) if last else rules.batch)",
+        "max(1, rules.batch - 1)",
+    ),
+    Mutant(
+        "two batches are untrained at once",
+        "state",
+        "if self.published < self.step_next or",
+        "if self.published < self.step_next - 1 or",
+    ),
+    Mutant(
+        "plain rounding starves old versions",
+        "partition",
+        "more = min(left, max(0, getattr(demand, limit) - given[demand.version]))",
+        "share = engines * demand.requests / sum(d.requests for d in demands)\n"
+        "            more = round(share) - 1 if limit == 'keep' else 0",
+    ),
     Mutant("the newest version takes all engines", "state", "[self._demand(version) for version in versions] + ", ""),
-    Mutant("the tick does not rebalance, nor a lost or a hosting engine", "state", "if self.triggered and self.published >= 0:", "if self.triggered and self.published >= 0 and self.step_next > self.published:"),
-    Mutant("a loading engine is switched again", "placement", "busy = [e for e in self.engines.values() if e.loading is None and", "busy = [e for e in self.engines.values() if"),
+    Mutant(
+        "the tick does not rebalance, nor a lost or a hosting engine",
+        "state",
+        "if self.triggered and self.published >= 0:",
+        "if self.triggered and self.published >= 0 and self.step_next > self.published:",
+    ),
+    Mutant(
+        "a loading engine is switched again",
+        "placement",
+        "busy = [e for e in self.engines.values() if e.loading is None and",
+        "busy = [e for e in self.engines.values() if",
+    ),
     Mutant("seats are overbooked by one", "placement", "or not engine.free_seats:", "or engine.free_seats < 0:"),
-    Mutant("KV is overbooked", "placement", "return best if best is not None and best.kv_tokens_max - best.tokens >= tokens else None", "return best"),
-    Mutant("a finish frees no seat", "hearing", "        if self.fleet.release(engine, key):\n            self.changed = True\n            version", "        if key in engine.booked:\n            self.changed = True\n            version"),
-    Mutant("a swap frees its seats at once", "placement", "        engine.loading, engine.loading_since = version, since\n", "        engine.version, engine.loading_since = version, since\n        engine.booked.clear()\n        engine.tokens = 0\n"),
-    Mutant("an older attempt is taken for the last one", "groups", "return (found, request) if request.attempt == attempt else None", "return (found, request)"),
-    Mutant("a score counts twice", "hearing", "if found is None or found[1].place in (Place.SCORED, Place.DROPPED):", "if found is None:"),
-    Mutant("words of a lost engine are heard", "placement", "return engine if engine is not None and engine.incarnation == incarnation else None", "return engine"),
-    Mutant("a lost engine keeps its requests", "hearing", "        for key in engine.booked:\n            found = self.groups.current(key)\n            if found is not None and found[1].place in (Place.ENGINE, Place.STOPPING):\n                self._fail", "        for key in []:\n            found = self.groups.current(key)\n            if found is not None and found[1].place in (Place.ENGINE, Place.STOPPING):\n                self._fail"),
+    Mutant(
+        "KV is overbooked",
+        "placement",
+        "return best if best is not None and best.kv_tokens_max - best.tokens >= tokens else None",
+        "return best",
+    ),
+    Mutant(
+        "a finish frees no seat",
+        "hearing",
+        "        if self.fleet.release(engine, key):\n            self.changed = True\n            v",
+        "        if key in engine.booked:\n            self.changed = True\n            v",
+    ),
+    Mutant(
+        "a swap frees its seats at once",
+        "placement",
+        "        engine.loading, engine.loading_since = version, since\n",
+        "        engine.version, engine.loading_since = version, since\n        engine.booked.clear()\n",
+    ),
+    Mutant(
+        "an older attempt is taken for the last one",
+        "groups",
+        "return (found, request) if request.attempt == attempt else None",
+        "return (found, request)",
+    ),
+    Mutant(
+        "a score counts twice",
+        "hearing",
+        "if found is None or found[1].place in (Place.SCORED, Place.DROPPED):",
+        "if found is None:",
+    ),
+    Mutant(
+        "words of a lost engine are heard",
+        "placement",
+        "return engine if engine is not None and engine.incarnation == incarnation else None",
+        "return engine",
+    ),
+    Mutant(
+        "a lost engine keeps its requests", "hearing", "        for key in engine.booked:\n", "        for key in ():\n"
+    ),
     Mutant("silent engines are never given up", "hearing", "if late(engine.heard, limits.timeout_s):", "if False:"),
-    Mutant("a mind that was away calls all engines late", "hearing", "self.patience += min(gap, PATIENCE_STEP_MAX_US)", "self.patience += gap"),
+    Mutant(
+        "a mind that was away calls all engines late",
+        "hearing",
+        "self.patience += min(gap, PATIENCE_STEP_MAX_US)",
+        "self.patience += gap",
+    ),
     Mutant("a partial is forgotten", "hearing", "        request.partial = word.at\n", ""),
-    Mutant("failures have no limit", "hearing", "if request.failures > self.settings.scheduling.failures_max:", "if False:"),
-    Mutant("a hung request is waited for", "hearing", "while self.issued and self.issued[0][0] + limit < self.patience:", "while False:"),
-    Mutant("a voided group's requests run on", "hearing", "        self._drop([request for request in group.requests if request.place in (Place.ENGINE, Place.STOPPING)])\n", ""),
-    Mutant("shaped rewards decide on signal", "hearing", "and not group.outcomes_vary:", "and all(r.score is not None and r.score.outcome in (0.0, 1.0) for r in group.requests) and not group.outcomes_vary:"),
-    Mutant("groups without signal are trained", "hearing", "elif self.settings.scheduling.dynamic_sampling and not group.outcomes_vary:", "elif False:"),
-    Mutant("versions of live groups are deleted", "state", "if v < oldest and not self._in_use(v)", "if v < self.published"),
-    Mutant("checkpoints lose their weights", "window", "return lowest, [0] if checkpoints is None else list(checkpoints)", "return lowest, []"),
-    Mutant("the first evaluation waits for the end", "state", "first = self.published == 0 and self.rows.eval_complete", "first = self.published == 0 and self.rows.ended"),
+    Mutant(
+        "failures have no limit", "hearing", "if request.failures > self.settings.scheduling.failures_max:", "if False:"
+    ),
+    Mutant(
+        "a hung request is waited for",
+        "hearing",
+        "while self.issued and self.issued[0][0] + limit < self.patience:",
+        "while False:",
+    ),
+    Mutant(
+        "a voided group's requests run on",
+        "hearing",
+        "        self._drop([request for request in group.requests if",
+        "        self._drop([request for request in () if",
+    ),
+    Mutant(
+        "shaped rewards decide on signal",
+        "hearing",
+        "and not group.outcomes_vary:",
+        "and not group.outcomes_vary and word.outcome in (0.0, 1.0):",
+    ),
+    Mutant(
+        "groups without signal are trained",
+        "hearing",
+        "elif self.settings.scheduling.dynamic_sampling and not group.outcomes_vary:",
+        "elif False:",
+    ),
+    Mutant(
+        "versions of live groups are deleted", "state", "if v < oldest and not self._in_use(v)", "if v < self.published"
+    ),
+    Mutant(
+        "checkpoints lose their weights",
+        "window",
+        "return lowest, [0] if checkpoints is None else list(checkpoints)",
+        "return lowest, []",
+    ),
+    Mutant(
+        "the first evaluation waits for the end",
+        "state",
+        "first = self.published == 0 and self.rows.eval_complete",
+        "first = self.published == 0 and self.rows.ended",
+    ),
     Mutant("no evaluation of the last version", "state", "if samples and (first or over)", "if samples and first"),
-    Mutant("one group opens per event", "state", "        while not self.ended and self._may_open():", "        if not self.ended and self._may_open():"),
-    Mutant("what is heard after the end is lost", "state", "        self._take(event)\n        if ended", "        if not ended or isinstance(event, m.RunStarted):\n            self._take(event)\n        if ended"),
-    Mutant("an engine is picked by its hash", "placement", "key=lambda e: (e.kv_tokens_max - e.tokens, -e.number)", "key=lambda e: (e.kv_tokens_max - e.tokens, id(e) // 16 % 7)"),
-)  # fmt: skip
+    Mutant(
+        "one group opens per event",
+        "state",
+        "        while not self.ended and self._may_open():",
+        "        if not self.ended and self._may_open():",
+    ),
+    Mutant(
+        "what is heard after the end is lost",
+        "state",
+        "        self._take(event)\n        if ended",
+        "        if not ended or event.kind == 'run_started':\n            self._take(event)\n        if ended",
+    ),
+    Mutant(
+        "an engine is picked by its hash",
+        "placement",
+        "key=lambda e: (e.kv_tokens_max - e.tokens, -e.number)",
+        "key=lambda e: (e.kv_tokens_max - e.tokens, id(e) // 16 % 7)",
+    ),
+)
 
 
 def source(module: str) -> str:
@@ -99,4 +233,4 @@ def load(mutant: Mutant) -> Code:
     for name in ORDER:
         if ROOM + name in sys.modules:
             setattr(sys.modules["workers.orchestrator"], name, sys.modules[ROOM + name])
-    return Code(built["state"].Mind, built["recovery"].replay)
+    return Code(built["state"].Mind, built["recovery"].replay, built["recovery"].JournalDiffers)

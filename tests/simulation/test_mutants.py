@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant, load
-from tests.simulation.world import World
+from tests.simulation.world import Code, World
 
 SEEDS = 200
 
@@ -12,10 +12,17 @@ SEEDS = 200
 def test_a_broken_mind_is_noticed(mutant: Mutant) -> None:
     code = load(mutant)
     for seed in range(SEEDS):
-        try:
-            World(seed, code).run()
-        except Exception as error:
-            assert not isinstance(error, ImportError | NameError | SyntaxError), f"the mutant does not run: {error!r}"
-            print(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+        noticed = broken_rule(seed, code)
+        if noticed:
+            print(f"seed {seed}: {noticed}")
             return
     raise AssertionError(f"{SEEDS} seeds noticed nothing: {mutant.name}")
+
+
+def broken_rule(seed: int, code: Code) -> str:
+    """What was said of this world; empty if nothing was. A mutant that cannot run at all is an error."""
+    try:
+        World(seed, code).run()
+    except (AssertionError, code.differs, KeyError) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""

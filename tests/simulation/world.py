@@ -28,6 +28,7 @@ class Code:
 
     mind: Any = state.Mind
     replay: Any = recovery.replay
+    differs: type[Exception] = recovery.JournalDiffers
 
 
 class World:
@@ -111,7 +112,8 @@ class World:
             self.checker.said(said)
             effects += said
         self.checker.settled(self.now)
-        record = {"run": "r", "sequence": len(self.journal), "inputs": {}}
+        # Made without validation: that would only copy what was valid already.
+        record: dict[str, Any] = {"run": "r", "sequence": len(self.journal), "inputs": {}}
         self.journal.append(m.JournalRecord.model_construct(**record, events=tuple(events), effects=tuple(effects)))
         for effect in effects:
             self.carry_out(effect)

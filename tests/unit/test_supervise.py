@@ -101,7 +101,7 @@ def test_the_run_ends_with_the_orchestrators_last_word_and_the_archive_ends_last
     stage.end_run()
     outcome = stage.run(
         stage.spec("archive", SAYS_ITS_END.format(str(order), "archive ")),
-        stage.spec("orchestrator", "import time; time.sleep(0.6)"),
+        stage.spec("orchestrator", "import threading; threading.Event().wait(0.6)"),
         stage.spec("trainer", SAYS_ITS_END.format(str(order), "trainer ")),
     )
     assert outcome == Outcome("done", "all steps trained")

@@ -163,7 +163,8 @@ class Groups:
     def forget(self, version: int) -> None:
         """Nothing of the version will come again."""
         books = self.versions.pop(version, VersionBooks())
-        assert not (books.live or books.evaluating or books.unsampled), f"version {version} is in use"
+        used = books.live + books.evaluating + books.unsampled
+        assert used == 0, f"version {version} is in use"
 
     def find(self, group: int, index: int, attempt: int) -> tuple[Group, Request] | None:
         """The request that a word is about, or None: it is not open any more, or the word is about another attempt."""

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from workers.reward import graders
-from workers.reward.verdict import Grader, GradeInput
+from workers.reward.verdict import GradeInput, Grader
 from workers.runtime.process import die_with_parent
 
 _ERROR_CHARACTERS_MAX = 1000
