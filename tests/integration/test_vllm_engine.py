@@ -92,6 +92,7 @@ def test_a_swapped_engine_answers_as_a_cold_one_on_strongly_changed_weights(pair
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_after_each_swap_the_served_fingerprint_is_the_new_one_of_the_manifest(pair: Pair) -> None:
+    """C02: also where the embeddings are tied."""
     served = []
     for version in (0, 1, 0):
         pair.swapped.load(pair.weights[version])
@@ -118,6 +119,7 @@ def test_without_repacking_a_tied_output_layer_is_stale_and_the_probe_sees_it(pa
 
 @only_llama
 def test_a_prompt_asked_twice_with_a_swap_between_reads_nothing_of_the_old_version(pair: Pair) -> None:
+    """C01: prefix cache on, two versions, the same prompt twice."""
     def first_logprobs(engine: RemoteEngine, version: int) -> list[float]:
         one = request(PROMPTS[0], version=version, max_new_tokens=1)
         return run_all(engine, [one])[one.key][1]
@@ -131,6 +133,7 @@ def test_a_prompt_asked_twice_with_a_swap_between_reads_nothing_of_the_old_versi
 
 @only_llama
 def test_an_engine_that_starts_again_serves_the_version_that_it_loads(pair: Pair) -> None:
+    """C03: a restart serves what it says."""
     again = RemoteEngine(pair.host, "again", settings_for(pair.folders[0]), pair.folders[0])
     born = again.version
     again.load(pair.weights[1])
@@ -142,6 +145,7 @@ def test_an_engine_that_starts_again_serves_the_version_that_it_loads(pair: Pair
 
 @only_llama
 def test_four_samples_of_a_prompt_differ_also_when_it_stands_in_two_rows(pair: Pair) -> None:
+    """B07: the seed is the sample's, not the engine's."""
     pair.swapped.load(pair.weights[1])
     requests = [request(PROMPTS[0], version=1, group=group, index=index) for group in (5, 6) for index in range(4)]
     here, there = run_all(pair.swapped, requests), run_all(pair.cold, requests)

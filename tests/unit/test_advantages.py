@@ -19,6 +19,7 @@ def test_samples_belong_together_by_group_and_not_by_position(kind: str) -> None
 
 
 def test_leave_one_out_where_the_peers_do_not_vary_divides_by_nothing() -> None:
+    """F02: rewards (1, 0, 0, 0)."""
     assert by_group("rloo", [7] * 4, [1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
 
 
@@ -28,6 +29,7 @@ def test_leave_one_out_of_a_group_of_one_is_zero() -> None:
 
 @pytest.mark.parametrize("other", [0.35 + 1e-8, 0.35 + 1e-6, 0.3500001, 0.36, 1.0])
 def test_seven_equal_rewards_and_one_different_in_float32_make_no_advantage_of_thousands(other: float) -> None:
+    """F03."""
     rewards = [as_float32(0.35)] * 7 + [as_float32(other)]
     for kind in ADVANTAGES:
         assert max(abs(value) for value in by_group(kind, [0] * 8, rewards)) < 3.0

@@ -83,6 +83,7 @@ def test_a_batch_with_every_token_masked_is_empty_and_not_nan(level: str) -> Non
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_masked_sample_counts_in_no_denominator(level: str) -> None:
+    """E02: two completions of 10 tokens, one masked: divide by 10."""
     both, gradients, said = run([on_policy(10, 1.0), on_policy(10, 5.0, [False] * 10)], [[0, 1]], level)
     alone, _, _ = run([on_policy(10, 1.0)], [[0]], level)
     assert both == pytest.approx(alone) == pytest.approx(-1.0)
@@ -121,6 +122,7 @@ def test_shares_of_clipped_tokens_count_those_that_lost_their_gradient() -> None
 
 
 def test_a_hundred_small_differences_mask_no_token() -> None:
+    """D03: 100 tokens, each 0.012 apart."""
     _, gradients, said = run([([-0.988] * 100, [-1.0] * 100, [True] * 100, 1.0)], [[0]])
     assert said["ratio_max"] == pytest.approx(math.exp(0.012), rel=1e-5)
     assert said["clip_high_share"] == 0.0

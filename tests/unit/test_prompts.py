@@ -31,6 +31,7 @@ def _read(file: Path) -> tuple[datasets.Row, ...]:
 
 
 def test_a_file_with_question_and_answer_only_names_the_missing_column_and_the_option(tmp_path: Path) -> None:
+    """H04."""
     file = write_rows(tmp_path / "q.jsonl", [{"question": "1+1?", "answer": "2"}])
     said = r"q\.jsonl: there is no column 'prompt'.*answer, question.*\[dataset\.columns\]"
     with pytest.raises(BadInput, match=said):
