@@ -120,6 +120,7 @@ def test_without_repacking_a_tied_output_layer_is_stale_and_the_probe_sees_it(pa
 @only_llama
 def test_a_prompt_asked_twice_with_a_swap_between_reads_nothing_of_the_old_version(pair: Pair) -> None:
     """C01: prefix cache on, two versions, the same prompt twice."""
+
     def first_logprobs(engine: RemoteEngine, version: int) -> list[float]:
         one = request(PROMPTS[0], version=version, max_new_tokens=1)
         return run_all(engine, [one])[one.key][1]

@@ -137,6 +137,8 @@ class Groups:
         self.table: dict[int, Group] = {}
         self.complete: dict[int, Group] = {}
         self.versions: dict[int, VersionBooks] = {}
+        self.changes = 0
+        """Counts openings and changes of stage."""
         self.drained = False
         """The last request of some version that needed an engine has ended. Whoever looks resets it."""
 
@@ -145,6 +147,7 @@ class Groups:
     ) -> Group:
         """A new group; all its requests wait."""
         number, self.opened = self.opened, self.opened + 1
+        self.changes += 1
         requests = tuple(Request(number, index, version, tokens_max) for index in range(size))
         group = Group(number, version, purpose, prompt_row, queued_at, requests, unscored=size)
         self.table[number] = group
@@ -215,6 +218,7 @@ class Groups:
         if group.stage in LIVE and stage not in LIVE:
             self._count(group, -1)
         group.stage = stage
+        self.changes += 1
 
     def _count(self, group: Group, change: int) -> None:
         books = self.of(group.version)

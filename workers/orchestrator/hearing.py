@@ -41,6 +41,8 @@ class Hearing:
         self.chosen: list[Group] = []
         self.evaluated: list[int] = []
         """Versions whose evaluation round was opened."""
+        self.judged = (-1, -1, False)
+        """What was so when a batch was last looked for: it is not looked for again before something changes."""
         self.blocked = False
         self.blocked_by_oldest_s = 0.0
         self.voids_in_row = 0
@@ -96,7 +98,7 @@ class Hearing:
                     self._lose(engine, event.reason)
             case m.CheckpointSaved():
                 self.checkpoints = event.kept
-                self.changed = True
+                self.triggered = True
             case m.RunStarted():
                 self.rules = replace(self.rules, steps=event.steps)
                 self.last_word, self.voids_in_row = None, 0
@@ -200,6 +202,7 @@ class Hearing:
             return
         if group.purpose == "eval":
             self.groups.end(group, Stage.EVALUATED)
+            self.triggered = True
         elif self.settings.scheduling.dynamic_sampling and not group.outcomes_vary:
             self._void(group, "no_signal", "all outcomes are equal")
         else:

@@ -39,18 +39,21 @@ class Mind(Hearing):
     # --- what to do about it ---------------------------------------------------------------------------
 
     def _settle(self) -> None:
+        tidy = False
         while not self.ended:
             self._choose()
             self._finish()
             if self.ended:
                 break
+            tidy |= self.triggered
             if self.triggered and self.published >= 0:
                 self._partition()
             self.triggered = False
             self._supplement()
             if not self.triggered:
                 break
-        self._tidy()
+        if tidy or self.ended:
+            self._tidy()
         wanted = None if self.ended else self.rows.want()
         if wanted is not None:
             self.effects.append(m.WantPrompts(rows=wanted))
@@ -59,6 +62,10 @@ class Mind(Hearing):
         if self.published < self.step_next or (self.rules.steps is not None and self.step_next >= self.rules.steps):
             self.blocked = False
             return
+        seen = (self.groups.changes, self.step_next, self.rows.exhausted)
+        if seen == self.judged:
+            return
+        self.judged = seen
         complete = [window.Candidate(g.number, g.version, g.completed) for g in self.groups.complete.values()]
         live = self.groups.live_by_version()
         choice = window.choose(self.rules, self.step_next, complete, live, self.rows.exhausted)
