@@ -74,9 +74,8 @@ def _reward(process: Process, bus: Bus, number: int) -> int:
 
 
 def _trainer(process: Process, bus: Bus, _: int) -> int:
-    from workers.trainer.service import serve
-
     from workers.trainer.learners.base import Learner
+    from workers.trainer.service import serve
 
     settings = process.settings
     learner: Learner

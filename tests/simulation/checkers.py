@@ -246,7 +246,7 @@ class Checker(Ledger):
         self._check_hosted(waits, {life.version for life, _ in asking})
         for number, books in self.books.items():
             silence = (self.awake - books.heard_at) / S
-            assert silence <= self.settings.engines.timeout_s + 10, f"engine {number} is silent for {silence:.0f} s"
+            assert silence <= self.settings.engines.timeout_s + 30, f"engine {number} is silent for {silence:.0f} s"
         for books in hosts:
             assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
         late = {life.version for life in lives if any(self._late(sample) for sample in life.samples)}

@@ -12,7 +12,8 @@ NEVER = 1 << 40
 @dataclass(frozen=True)
 class Drawn:
     """One world. Times are seconds. `rows_max` is NEVER if the prompts never end. At `stop_at` people cancel the run
-    and resume it; when it is done they resume it with `grow` more steps."""
+    and resume it; when it is done they resume it with `grow` more steps.
+    `sigma`: of lognormal lengths."""
 
     settings: Settings
     rows: tuple[PromptArrived, ...]
@@ -29,6 +30,7 @@ class Drawn:
     restarts: int
     stop_at: float
     grow: int
+    sigma: float
     constant_share: float
     poison_share: float
 
@@ -40,7 +42,7 @@ def draw(seed: int) -> Drawn:
     group_size = rng.randint(2, 6)
     while engines * seats < group_size:
         seats += 1
-    new_max = rng.choice([32, 64, 256])
+    new_max = rng.choice([32, 64, 256, 256])
     request_max = 32 + new_max
     kv_factor = rng.choice([1.0, 2.5, seats + 1.0])
     faults = rng.choice([0.0, 0.3, 1.0])
@@ -99,6 +101,7 @@ def draw(seed: int) -> Drawn:
         restarts=rng.randint(0, 2),
         stop_at=rng.choice([30.0, 90.0]) if rng.random() < 0.1 else float(NEVER),
         grow=rng.randint(1, 2) if rng.random() < 0.1 else 0,
+        sigma=rng.choice([0.6, 1.1, 2.0, 2.0]),
         constant_share=rng.choice([0.0, 0.2, 0.6]),
         poison_share=rng.choice([0.0, 0.0, 0.02]),
     )

@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "KV is overbooked",
         "placement",
-        "return best if best is not None and best.kv_tokens_max - best.tokens >= tokens else None",
+        "return best if -full >= tokens else None",
         "return best",
     ),
     Mutant(
@@ -192,10 +192,10 @@ MUTANTS = (
         "        if not ended or event.kind == 'run_started':\n            self._take(event)\n        if ended",
     ),
     Mutant(
-        "an engine is picked by its hash",
+        "engines switch in an order that memory decides",
         "placement",
-        "key=lambda e: (e.kv_tokens_max - e.tokens, -e.number)",
-        "key=lambda e: (e.kv_tokens_max - e.tokens, id(e) // 16 % 7)",
+        "givers = sorted(idle, key=lambda e: e.number)",
+        "givers = sorted(idle, key=lambda e: id(e) // 16 % 7)",
     ),
 )
 

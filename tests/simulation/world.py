@@ -227,7 +227,7 @@ class World:
         """Heavy-tailed, the same for every attempt; None = a poisoned row's sample, which never ends."""
         name = (issue.group, issue.index)
         if name not in self.lengths:
-            length = max(1, min(self.row_of(issue).max_new_tokens, int(self.rng.lognormvariate(3.0, 1.1))))
+            length = max(1, min(self.row_of(issue).max_new_tokens, int(self.rng.lognormvariate(2.5, self.drawn.sigma))))
             self.lengths[name] = None if self.rng.random() < self.drawn.poison_share else length
         return self.lengths[name]
 

@@ -41,7 +41,7 @@ class Hearing:
         self.chosen: list[Group] = []
         self.evaluated: list[int] = []
         """Versions whose evaluation round was opened."""
-        self.judged = (-1, -1, False)
+        self.judged: tuple[object, ...] = ()
         """What was so when a batch was last looked for: it is not looked for again before something changes."""
         self.blocked = False
         self.blocked_by_oldest_s = 0.0

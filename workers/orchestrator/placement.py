@@ -9,10 +9,14 @@ Rule 4: engines without a version switch first, then those with the least live K
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from schemas.ids import RequestKey
 from schemas.invariants import within_capacity
 from schemas.messages import Joined
+
+HEAP_FACTOR = 8
+"""A heap with so many outdated entries to each true one is built anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +55,9 @@ class Fleet:
         self.sequences: dict[int, int] = {}
         self.roomy: dict[int, dict[int, Engine]] = {}
         """version -> engines that serve it and have a free seat."""
+        self.heaps: dict[int, list[tuple[int, int]]] = {}
+        """version -> heap of (-free KV, engine); an entry that is no longer so is dropped when it is met."""
+        self.limit = 0
 
     def known(self, number: int | None, incarnation: int | None) -> Engine | None:
         """The engine, if this is the incarnation that the books are about."""
@@ -61,11 +68,13 @@ class Fleet:
         assert word.engine not in self.engines, f"engine {word.engine} is up already"
         limits = (word.seats, word.kv_tokens_max, word.tokens_per_request_max)
         self.engines[word.engine] = Engine(word.engine, word.incarnation, *limits, heard=heard)
+        self._see_limit()
 
     def lose(self, engine: Engine) -> None:
         """Forget the engine; no later word of this incarnation or an older one is heard."""
         del self.engines[engine.number]
         self.dead[engine.number] = engine.incarnation
+        self._see_limit()
         self._see(engine, gone=True)
 
     def swap(self, engine: Engine, version: int, since: int) -> None:
@@ -114,6 +123,19 @@ class Fleet:
             there.pop(engine.number, None)
         else:
             there[engine.number] = engine
+            heap = self.heaps.setdefault(engine.version, [])
+            heappush(heap, (engine.tokens - engine.kv_tokens_max, engine.number))
+            if len(heap) > HEAP_FACTOR * (len(there) + HEAP_FACTOR):
+                heap[:] = sorted((e.tokens - e.kv_tokens_max, e.number) for e in there.values())
+
+    def _see_limit(self) -> None:
+        limits = (min(engine.kv_tokens_max, engine.tokens_per_request_max) for engine in self.engines.values())
+        self.limit = min(limits, default=0)
+
+    def forget(self, version: int) -> None:
+        """Nothing of the version will be asked for again."""
+        self.roomy.pop(version, None)
+        self.heaps.pop(version, None)
 
     # --- questions ----------------------------------------------------------------------------
 
@@ -137,8 +159,8 @@ class Fleet:
         return len({engine.version for engine in self.engines.values() if engine.version is not None})
 
     def request_limit(self) -> int:
-        """Tokens of the longest request that every engine can hold. There is an engine."""
-        return min(min(engine.kv_tokens_max, engine.tokens_per_request_max) for engine in self.engines.values())
+        """Tokens of the longest request that every engine can hold; 0 without engines."""
+        return self.limit
 
     def held(self, version: int) -> list[Engine]:
         """Engines that serve or load the version."""
@@ -151,8 +173,14 @@ class Fleet:
             engine = roomy.get(number)
             if engine is not None and engine.kv_tokens_max - engine.tokens >= tokens:
                 return engine
-        best = max(roomy.values(), key=lambda e: (e.kv_tokens_max - e.tokens, -e.number), default=None)
-        return best if best is not None and best.kv_tokens_max - best.tokens >= tokens else None
+        heap = self.heaps.get(version, [])
+        while heap:
+            full, number = heap[0]
+            best = roomy.get(number)
+            if best is not None and best.tokens - best.kv_tokens_max == full:
+                return best if -full >= tokens else None
+            heappop(heap)
+        return None
 
     def switches(self, targets: Mapping[int, int]) -> list[tuple[Engine, int]]:
         """Who switches to which version so that each gets its number of engines. Oldest versions are served first."""

@@ -62,7 +62,7 @@ class Mind(Hearing):
         if self.published < self.step_next or (self.rules.steps is not None and self.step_next >= self.rules.steps):
             self.blocked = False
             return
-        seen = (self.groups.changes, self.step_next, self.rows.exhausted)
+        seen = (self.rules, self.groups.changes, self.step_next, self.rows.exhausted)
         if seen == self.judged:
             return
         self.judged = seen
@@ -222,7 +222,7 @@ class Mind(Hearing):
         for version in [v for v in self.unretired if v < oldest and not self._in_use(v)]:
             self.unretired.remove(version)
             self.groups.forget(version)
-            self.fleet.roomy.pop(version, None)
+            self.fleet.forget(version)
             self.effects.append(m.RetireVersion(version=version))
         keep = self.settings.scheduling.weights_keep
         lowest, kept = window.needed(self.rules, self.step_next, self.published, keep, self.checkpoints)
