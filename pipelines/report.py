@@ -61,7 +61,7 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
     members = [member for step in sorted(tally.trained_steps) for member in tally.members.get(step, [])]
     places = [(member["partition"], member["offset"], member["row"]) for member in members]
     generated = sum(rows.tokens.values())
-    working_s = _seconds(tally.first_issue_at, tally.last_weights_at)
+    working_s = _seconds(tally.first_issue_us, tally.last_weights_us)
     lag = tally.lag_histogram()
     voided: dict[str, int] = defaultdict(int)
     for reason in tally.voided.values():
@@ -73,7 +73,7 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
         group_size=settings.group_size,
         groups_per_batch=settings.groups_per_batch,
         steps=len(tally.trained_steps),
-        seconds=round(_seconds(tally.first_at, tally.now), 3),
+        seconds=round(tally.working_us / 1e6, 3),
         tokens_generated=generated,
         tokens_trained=sum(rows.tokens_at.get(place, 0) for place in places),
         tokens_per_second=round(generated / working_s, 2) if working_s else 0.0,
@@ -155,7 +155,7 @@ def _migrations(run_dir: Path, tally: Tally) -> s.Migrations:
 def _time_share(tally: Tally, metrics: list[dict[str, Any]]) -> s.TimeShare:
     of = tally.engine_seconds()
     whole = sum(of.values()) or 1.0
-    run_s = _seconds(tally.first_at, tally.now) or 1.0
+    run_s = tally.working_us / 1e6 or 1.0
     said = [point["values"] for point in metrics if point["source"] == "orchestrator"]
     blocked = max((float(values.get("blocked_by_oldest_s", 0.0)) for values in said), default=0.0)
     return s.TimeShare(

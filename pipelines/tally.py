@@ -11,6 +11,8 @@ from typing import Any
 
 RATE_WINDOW_US = 30_000_000
 """Tokens per second are those of this long."""
+PAUSE_US_MIN = 15_000_000
+"""The orchestrator ticks every half second; a gap longer than this is a run that was stopped."""
 _SHARES = ("decode_s", "prefill_s", "idle_s", "load_s", "migrate_s")
 
 SampleKey = tuple[int, int, int]
@@ -58,9 +60,10 @@ class Tally:
         self.lost: dict[int, int] = {}
         self.first_at: int | None = None
         self.now = 0
+        self._paused_us = 0
         self.rewards: dict[int, float] = {}
-        self.first_issue_at: int | None = None
-        self.last_weights_at: int | None = None
+        self.first_issue_us: int | None = None
+        self.last_weights_us: int | None = None
         self._scores: dict[SampleKey, float] = {}
         self._complete: Counter[int] = Counter()
         self._tokens = 0
@@ -80,9 +83,16 @@ class Tally:
     # --- events -----------------------------------------------------------------------------
 
     def _event_tick(self, event: Mapping[str, Any]) -> None:
-        self.now = event["now"]
         if self.first_at is None:
-            self.first_at = self.now
+            self.first_at = event["now"]
+        elif event["now"] - self.now > PAUSE_US_MIN:
+            self._paused_us += event["now"] - self.now
+        self.now = event["now"]
+
+    @property
+    def working_us(self) -> int:
+        """Microseconds since the first tick in which the run was up: what lies between stop and resume is no work."""
+        return 0 if self.first_at is None else self.now - self.first_at - self._paused_us
 
     def _event_weights(self, event: Mapping[str, Any]) -> None:
         version = event["version"]
@@ -90,7 +100,7 @@ class Tally:
         self.fingerprints.setdefault(version, event["fingerprint"])
         if version:
             self.trained_steps.add(version - 1)
-            self.last_weights_at = self.now
+            self.last_weights_us = self.working_us
 
     def _event_hosting(self, event: Mapping[str, Any]) -> None:
         self.hosting[event["engine"]] = event["version"]
@@ -118,8 +128,8 @@ class Tally:
     # --- effects ----------------------------------------------------------------------------
 
     def _effect_issue(self, effect: Mapping[str, Any]) -> None:
-        if self.first_issue_at is None:
-            self.first_issue_at = self.now
+        if self.first_issue_us is None:
+            self.first_issue_us = self.working_us
         if effect["purpose"] == "train":
             self.opened.setdefault(effect["group"], effect["version"])
 

@@ -5,7 +5,7 @@ A live run is read from its broker, one that has ended from its archive; the row
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from schemas import arrow
 from schemas.topics import Topics
 from workers.runtime.errors import BadInput
 from workers.taps import archive
-from workers.transport.records.bus import Bus, Record
+from workers.transport.records.bus import Bus, BusUnavailable, Record
 
 KINDS = (
     "trajectories",
@@ -43,24 +43,33 @@ def rows(run_dir: Path, kind: str, follow: bool, stopping: threading.Event) -> I
     if lock is None or not children.is_live(run_dir) or "broker" not in lock:
         yield from _archived(run_dir, kind)
         return
+    seen: dict[int, int] = {}
+    try:
+        for row in _live(run_dir, lock["broker"], kind, follow, stopping):
+            seen[row["partition"]] = row["offset"]
+            yield row
+    except BusUnavailable:
+        if children.is_live(run_dir):
+            raise
+        # The run ended meanwhile and took its broker along: its archive has the rest.
+        yield from (row for row in _archived(run_dir, kind) if row["offset"] > seen.get(row["partition"], -1))
+
+
+def _live(run_dir: Path, broker: str, kind: str, follow: bool, stopping: threading.Event) -> Iterator[dict[str, Any]]:
     from workers.transport.records.kafka_bus import open_bus
 
     settings = read_resolved(run_dir)
-    bus = open_bus(settings, lock["broker"])
+    bus = open_bus(settings, broker)
     try:
-        live = follow_live(run_dir) if follow else (lambda: False)
-        yield from read_log(bus, Topics(settings.name), kind, live, stopping)
+        yield from read_log(bus, Topics(settings.name), kind, lambda: follow and children.is_live(run_dir), stopping)
     finally:
         bus.close()
 
 
-def follow_live(run_dir: Path) -> "Any":
-    """Asks whether the run is still live."""
-    return lambda: children.is_live(run_dir)
-
-
-def read_log(bus: Bus, topics: Topics, kind: str, more: "Any", stopping: threading.Event) -> Iterator[dict[str, Any]]:
-    """Rows of all topics of a kind: up to the end of now, or on while `more()`."""
+def read_log(
+    bus: Bus, topics: Topics, kind: str, more: Callable[[], bool], stopping: threading.Event
+) -> Iterator[dict[str, Any]]:
+    """Rows of all topics of a kind: up to the end of now, or on while `more()`. BusUnavailable."""
     reader = bus.reader()
     try:
         reading: set[tuple[str, int]] = set()

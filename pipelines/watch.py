@@ -51,6 +51,9 @@ class Watcher(threading.Thread):
         self._restarts = 0
         self._blocked_s = 0.0
         self._heard_at = self._shown_at = clock.monotonic_s()
+        control = self._topics.control
+        self._control_from = bus.end_offsets(control)[0] if control in bus.topics(control) else 0
+        """An end that was said before a resume is not the end of what was resumed."""
 
     def run(self) -> None:
         """Until `close`; whatever else ends this thread fails the run."""
@@ -64,7 +67,7 @@ class Watcher(threading.Thread):
         with (self._run_dir / "metrics.jsonl").open("w") as metrics:
             reader = self._bus.reader()
             for kind in _FOLLOWED:
-                reader.add(self._topics.of(kind), 0, "earliest")
+                reader.add(self._topics.of(kind), 0, self._control_from if kind == "control" else "earliest")
             producer = self._bus.producer()
             while not self._leave.is_set() or not self._says.empty():
                 self._turn(reader, producer, metrics)

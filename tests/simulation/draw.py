@@ -99,7 +99,7 @@ def draw(seed: int) -> Drawn:
         faults=faults,
         quiet_at=rng.choice([60.0, 200.0]),
         restarts=rng.randint(0, 2),
-        stop_at=rng.choice([30.0, 90.0]) if rng.random() < 0.1 else float(NEVER),
+        stop_at=rng.choice([15.0, 30.0, 90.0]) if rng.random() < 0.25 else float(NEVER),
         grow=rng.randint(1, 2) if rng.random() < 0.1 else 0,
         sigma=rng.choice([0.6, 1.1, 2.0, 2.0]),
         constant_share=rng.choice([0.0, 0.2, 0.6]),

@@ -197,3 +197,14 @@ def test_a_tap_of_an_ended_run_reads_the_archive(run_dir: Path) -> None:
     points = list(tap.rows(run_dir, "metrics", follow=False, stopping=threading.Event()))
     assert points[-1]["value"]["values"] == {"loss": 0.25}
     assert [json.loads(line) for line in tap.lines("metrics", points, as_json=True)] == points
+
+
+def test_the_night_between_stop_and_resume_is_not_the_runs_time(tmp_path: Path, settings: Settings) -> None:
+    night = 8 * 3600
+    at = [0, 10, 20, night, night + 10]
+    ticks = [
+        m.JournalRecord(run="r", sequence=n, inputs={}, events=(m.Tick(now=seconds * SECOND),), effects=())
+        for n, seconds in enumerate(at)
+    ]
+    _text_file(tmp_path, "journal", list(ticks))
+    assert report.summarise(settings, tmp_path).seconds == 30.0

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -98,11 +99,11 @@ def stage(tmp_path: Path) -> Stage:
 
 def test_the_run_ends_with_the_orchestrators_last_word_and_the_archive_ends_last(stage: Stage) -> None:
     order = stage.run_dir / "order"
-    stage.end_run()
     outcome = stage.run(
         stage.spec("archive", SAYS_ITS_END.format(str(order), "archive ")),
         stage.spec("orchestrator", "import threading; threading.Event().wait(0.6)"),
         stage.spec("trainer", SAYS_ITS_END.format(str(order), "trainer ")),
+        meanwhile=stage.end_run,
     )
     assert outcome == Outcome("done", "all steps trained")
     assert outcome.exit_code == 0
@@ -110,9 +111,15 @@ def test_the_run_ends_with_the_orchestrators_last_word_and_the_archive_ends_last
 
 
 def test_a_failed_last_word_is_exit_code_1(stage: Stage) -> None:
-    stage.end_run("failed", "256 groups without signal in a row")
-    outcome = stage.run(stage.spec("orchestrator", ""))
+    said = partial(stage.end_run, "failed", "256 groups without signal in a row")
+    outcome = stage.run(stage.spec("orchestrator", ""), meanwhile=said)
     assert (outcome.exit_code, outcome.reason) == (1, "256 groups without signal in a row")
+
+
+def test_an_end_that_was_said_before_a_resume_is_not_the_end_of_what_was_resumed(stage: Stage) -> None:
+    stage.end_run("failed", "said before")
+    outcome = stage.run(stage.spec("orchestrator", ""), meanwhile=partial(stage.end_run, "done", "said now"))
+    assert outcome == Outcome("done", "said now")
 
 
 def test_a_killed_engine_is_told_of_and_started_again(stage: Stage) -> None:
