@@ -259,6 +259,13 @@ class PromptArrived(Message):
     max_new_tokens: int
 
 
+class PromptSkipped(Message):
+    """Row `row` of `prompts` could not be read; it is a dead letter."""
+
+    kind: Literal["prompt_skipped"] = "prompt_skipped"
+    row: int
+
+
 class PartialArrived(Message):
     """What the mind needs to know of a partial: where it lies and how long it is."""
 
@@ -357,7 +364,8 @@ Status = Annotated[
     Field(discriminator="kind"),
 ]
 Event = Annotated[
-    Tick | RunStarted | PromptArrived | PartialArrived | WeightsArrived | Status, Field(discriminator="kind")
+    Tick | RunStarted | PromptArrived | PromptSkipped | PartialArrived | WeightsArrived | Status,
+    Field(discriminator="kind"),
 ]
 Effect = Annotated[
     MakeVersion

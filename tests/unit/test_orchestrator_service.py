@@ -10,9 +10,11 @@ from schemas.topics import Topics
 from tests.archive_checker import check
 from tests.house import house, settings_of
 from workers.orchestrator import recovery
-from workers.orchestrator.service import read_journal
+from workers.orchestrator.service import Hands, read_journal
 from workers.orchestrator.service import serve as serve_orchestrator
 from workers.runtime import clock
+from workers.runtime.process import Process
+from workers.transport.records.bus import publish
 from workers.transport.records.memory_bus import MemoryBus
 
 
@@ -78,3 +80,22 @@ def test_an_unreadable_status_record_becomes_a_dead_letter_and_the_run_goes_on(t
     letters = reader.poll(1000)
     assert len(letters) == 2
     assert check(run_dir) == []
+
+
+def test_an_epoch_whose_last_row_cannot_be_read_ends_all_the_same(tmp_path: Path, tiny: Path) -> None:
+    run_dir = tmp_path / "hole"
+    settings = settings_of(run_dir, tiny, steps=0, epochs=1)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    bus.make_topics(topics.specs())
+    process = Process("orchestrator", settings, run_dir)
+    hands = Hands(process, bus)
+    producer = bus.producer()
+    producer.send(topics.prompts, b"{not json", {"schema": "prompt/1", "id": "x"})
+    publish(producer, topics.status, m.PromptsEnded(rows=1))
+    producer.flush(5)
+    limit = clock.monotonic_s() + 30
+    while not hands.mind.rows.exhausted:
+        assert clock.monotonic_s() < limit, "the mind still waits for the row"
+        hands.turn()
+    hands.close()

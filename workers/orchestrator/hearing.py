@@ -83,6 +83,9 @@ class Hearing:
             case m.PromptArrived():
                 self.rows.arrived(event)
                 self.changed = True
+            case m.PromptSkipped():
+                self.rows.skip(event.row)
+                self.changed = True
             case m.PromptsEnded():
                 self.rows.end(event.rows)
                 self.changed = True

@@ -37,6 +37,10 @@ class Rows:
             assert not self.trained, f"evaluation row {row.row} after training rows"
             self.evaluation.append(row)
 
+    def skip(self, row: int) -> None:
+        """The row is there, but nobody can read it."""
+        self.arrived_rows = max(self.arrived_rows, row + 1)
+
     def end(self, rows: int) -> None:
         self.total = rows
 

@@ -110,7 +110,7 @@ class Hands:
                     value_base64=base64.b64encode(record.value).decode(),
                 )
             )
-            return None
+            return m.PromptSkipped(row=record.offset) if record.topic == self.topics.prompts else None
 
     def _read(self, record: Record) -> m.Event:
         match self.topics.kind(record.topic):
