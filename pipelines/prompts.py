@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pipelines.datasets import Row, Table, read_tables
 from pipelines.tokens import PromptTokenizer
-from schemas.codec import decode
 from schemas.messages import CONTROL, PromptRecord, PromptsEnded, WantPrompts
 from schemas.settings import Settings
 from workers.runtime.errors import BadInput
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Producer, publish
+from workers.transport.records.letters import read_or_bury
 
 POLL_MS_MAX = 500
 BATCH_ROWS_MAX = 256
@@ -117,7 +117,7 @@ def serve(process: Process, bus: Bus) -> int:
     try:
         while not process.stopping.is_set():
             for record in reader.poll(POLL_MS_MAX):
-                said = decode(CONTROL, record.value, record.headers)
+                said = read_or_bury(process, producer, CONTROL, record)
                 if isinstance(said, WantPrompts):
                     wanted = max(wanted, said.rows)
             limit = wanted if total is None else min(wanted, total)

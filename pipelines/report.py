@@ -106,7 +106,9 @@ def tally_of(run_dir: Path) -> Tally:
 
 
 def _texts(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [json.loads(value) for value in archive.read(run_dir, kind).column("value").to_pylist()]
+    """What was said there, but for JSON of strangers."""
+    said = [json.loads(value) for value in archive.read(run_dir, kind).column("value").to_pylist()]
+    return [value for value in said if isinstance(value, dict) and "run" in value]
 
 
 def _rows(run_dir: Path) -> _Rows:

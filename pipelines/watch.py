@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipelines.tally import Snapshot, Tally
+from schemas.codec import BadRecord, decode_of_topic
 from schemas.messages import EngineGone, Message, MetricPoint
 from schemas.settings import Settings
 from schemas.topics import Topics
@@ -122,6 +123,11 @@ class Watcher(threading.Thread):
             said.set()
 
     def _take(self, kind: str, record: Record, metrics: TextIO) -> None:
+        try:
+            decode_of_topic(kind, record.value, record.headers)
+        except BadRecord as error:  # its readers bury it
+            self._log.warning("unreadable", topic=record.topic, offset=record.offset, reason=error)
+            return
         value: dict[str, Any] = json.loads(record.value)
         match kind:
             case "journal":

@@ -5,7 +5,7 @@ is a `BadRecord` with a reason that a person can act on; whoever reads puts it o
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -105,3 +105,23 @@ def decode(kind: type[T] | TypeAdapter[T], value: bytes, headers: Mapping[str, s
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "value"
         raise BadRecord(f"{name}: {where}: {first['msg']}") from error
+
+
+_OF_TOPIC: dict[str, Any] = {
+    "prompts": m.PromptRecord,
+    "requests": m.RequestRecord,
+    "partials": m.PartialRecord,
+    "weights": m.WeightsRecord,
+    "control": m.CONTROL,
+    "status": m.STATUS,
+    "batches": m.BatchRecord,
+    "journal": m.JournalRecord,
+    "metrics": m.MetricPoint,
+    "dead-letters": m.DeadLetter,
+}
+
+
+def decode_of_topic(topic_kind: str, value: bytes, headers: Mapping[str, str]) -> m.Message:
+    """The message in a record of a topic of this kind (`prompts`, `requests`, ...; not those of token rows)."""
+    message: m.Message = decode(_OF_TOPIC[topic_kind], value, headers)
+    return message

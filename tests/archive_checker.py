@@ -43,7 +43,7 @@ class Run:
         archive = folder / "archive"
         self.rows: dict[str, list[Row]] = {topic: _rows_in(archive / topic) for topic in TOKEN_TOPICS}
         self.said: dict[str, list[Row]] = {
-            topic: [json.loads(row["value"]) for row in _rows_in(archive / topic)]
+            topic: [said for row in _rows_in(archive / topic) if _is_ours(topic, said := json.loads(row["value"]))]
             for topic in (*JSON_TOPICS_WITH_RUN, "status")
         }
         self.batches = self.said["batches"]
@@ -52,6 +52,9 @@ class Run:
         for record in self.said["weights"]:
             self.weights.setdefault(record["version"], record)
         self.refused = {(x["topic"].rsplit(".", 1)[-1], x["partition"], x["offset"]) for x in self.said["dead-letters"]}
+        for file in (archive / "unreadable").glob("*.arrow"):
+            topic, partition, offset, _ = file.name.rsplit(".", 3)
+            self.refused.add((topic, int(partition), int(offset)))
         self.places: dict[tuple[int, int], list[Row]] = defaultdict(list)
         for row in self.rows["trajectories"]:
             self.places[row["partition"], row["offset"]].append(row)
@@ -60,7 +63,7 @@ class Run:
         return [effect for record in self.journal for effect in record["effects"] if effect["kind"] == kind]
 
     def token_rows(self, topics: Iterable[str] = TOKEN_TOPICS) -> Iterator[tuple[str, Row]]:
-        """(where it lies, row) of every token row that was not refused (dead-lettered)."""
+        """(where it lies, row) of every token row that was not refused (dead-lettered, or kept as unreadable)."""
         for topic in topics:
             for row in self.rows[topic]:
                 if (topic, row["partition"], row["offset"]) in self.refused:
@@ -74,6 +77,11 @@ class Run:
                 there = self.places.get((member["partition"], member["offset"]), [])
                 row = there[member["row"]] if 0 <= member["row"] < len(there) else None
                 yield f"step {batch['step']}, trajectory {_key(member)}", member, row
+
+
+def _is_ours(topic: str, said: Any) -> bool:
+    """Not something that a stranger wrote: JSON of another shape."""
+    return isinstance(said, dict) and ("kind" in said if topic == "status" else "run" in said)
 
 
 def _rows_in(folder: Path) -> list[Row]:

@@ -82,6 +82,30 @@ def test_an_unreadable_status_record_becomes_a_dead_letter_and_the_run_goes_on(t
     assert check(run_dir) == []
 
 
+NASTY = (b"\xff\xfe", b"{}", b"null", b'"text"', b"[1, 2]", b'{"kind": "bored"}', b"[" * 100_000, b"")
+
+
+def test_records_of_strangers_on_every_topic_end_nothing(tmp_path: Path, tiny: Path) -> None:
+    """One unreadable record used to end the trainer, the prompts, the archive: each now buries it and goes on."""
+    run_dir = tmp_path / "nasty"
+    settings = settings_of(run_dir, tiny, steps=3)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    bus.make_topics(topics.specs())
+    producer = bus.producer()
+    read_only_once = {topics.journal, topics.prompts}  # a journal with a hole is no history; prompts' offsets are rows
+    for spec in topics.specs():
+        for value in NASTY if spec.name not in read_only_once else ():
+            kind = topics.kind(spec.name)
+            for headers in ({}, {"schema": f"{kind.rstrip('s')}/1", "id": "x"}, {"schema": f"{kind}/1"}):
+                producer.send(spec.name, value, headers, key=b"k")
+    producer.flush(5)
+    with house(settings, run_dir, bus) as running:
+        running.wait_end()
+    assert set(running.codes.values()) == {0}, running.codes
+    assert check(run_dir) == []
+
+
 def test_an_epoch_whose_last_row_cannot_be_read_ends_all_the_same(tmp_path: Path, tiny: Path) -> None:
     run_dir = tmp_path / "hole"
     settings = settings_of(run_dir, tiny, steps=0, epochs=1)

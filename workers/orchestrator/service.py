@@ -7,7 +7,6 @@ Rule 3: what is not a record (topics, files) is made before the transaction and 
 and done again from the journal after a restart.
 """
 
-import base64
 from collections import OrderedDict
 
 from schemas import messages as m
@@ -18,6 +17,7 @@ from workers.orchestrator.recovery import inputs, replay
 from workers.runtime import clock
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
+from workers.transport.records.letters import dead_letter
 from workers.transport.weights.store import Store
 
 POLL_MS = 100
@@ -100,16 +100,7 @@ class Hands:
             return self._read(record)
         except BadRecord as error:
             self.process.log.warning("dead_letter", topic=record.topic, offset=record.offset, reason=error)
-            self.letters.append(
-                m.DeadLetter(
-                    run=self.process.run,
-                    topic=record.topic,
-                    partition=record.partition,
-                    offset=record.offset,
-                    reason=str(error),
-                    value_base64=base64.b64encode(record.value).decode(),
-                )
-            )
+            self.letters.append(dead_letter(self.process.run, record, str(error)))
             return m.PromptSkipped(row=record.offset) if record.topic == self.topics.prompts else None
 
     def _read(self, record: Record) -> m.Event:

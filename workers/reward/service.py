@@ -9,14 +9,13 @@ Rule 2: a row is announced (`Scored`) after it lies on the log, with its positio
 Rule 3: no verdict is no reward: `score_error` says why, `reward` and `outcome` are null.
 """
 
-import base64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from schemas import arrow
 from schemas.codec import BadRecord, arrow_headers, check_schema
-from schemas.messages import DeadLetter, Failed, MetricPoint, Scored
+from schemas.messages import Failed, MetricPoint, Scored
 from schemas.settings import Settings
 from schemas.topics import score_partition, version_key
 from workers.reward.graders import check_name
@@ -25,6 +24,7 @@ from workers.runtime import clock
 from workers.runtime.errors import BadInput
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Delivery, Record, publish
+from workers.transport.records.letters import dead_letter
 
 POLL_MS_MAX = 500
 BUSY_POLL_MS = 5
@@ -34,7 +34,6 @@ COLLECT_S_MAX = 0.05
 COMMIT_PERIOD_S = 30.0
 STOP_LIMIT_S = 5.0
 METRICS_PERIOD_S = 10.0
-DEAD_LETTER_BYTES_MAX = 16 << 20
 Row = dict[str, Any]
 
 
@@ -201,22 +200,12 @@ class Scorer:
 
     def _bury(self, record: Record, reason: str, keys: list[tuple[int, int, int] | None]) -> None:
         """To the dead letters, and a failure for every request that it can be told from."""
-        topics, run = self._process.topics, self._process.run
-        value = record.value[:DEAD_LETTER_BYTES_MAX]
-        if len(value) < len(record.value):
-            reason += f" (only the first {len(value)} of {len(record.value)} bytes are kept here)"
+        topics = self._process.topics
         self._counts["dead_letters"] += 1
         self._process.log.warning(
             "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason
         )
-        letter = DeadLetter(
-            run=run,
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=reason,
-            value_base64=base64.b64encode(value).decode(),
-        )
+        letter = dead_letter(self._process.run, record, reason)
         publish(self._producer, topics.dead_letters, letter)
         for key in keys:
             if key is not None:

@@ -12,7 +12,6 @@ Rule 4: `Finished` is said once its row is acknowledged; `Hosting` once the part
 Rule 5: while requests run, the log is read by the clock, not by the step.
 """
 
-import base64
 from collections import deque
 from typing import Literal
 
@@ -27,6 +26,7 @@ from workers.runtime import clock
 from workers.runtime.errors import ProbeMismatch, WeightsUnavailable
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
+from workers.transport.records.letters import dead_letter
 
 POLL_S = 0.015
 IDLE_POLL_MS = 50
@@ -344,15 +344,7 @@ class RolloutService:
         self._log.warning("request_failed", group=group, index=index, attempt=attempt, reason=reason)
 
     def _bury(self, record: Record, reason: str) -> None:
-        letter = m.DeadLetter(
-            run=self._run,
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=reason,
-            value_base64=base64.b64encode(record.value).decode(),
-        )
-        publish(self._producer, self._topics.dead_letters, letter)
+        publish(self._producer, self._topics.dead_letters, dead_letter(self._run, record, reason))
         self._log.warning("bad_record", topic=record.topic, offset=record.offset, reason=reason)
 
     def _say(self, word: m.Message) -> None:

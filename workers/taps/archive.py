@@ -154,7 +154,7 @@ class Archive:
         for record in records:
             try:
                 tables.append(_token_table(kind, record) if kind in TOKEN_KINDS else _text(record))
-            except ValueError as error:  # UnicodeDecodeError, JSONDecodeError and ArrowInvalid are such
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, ArrowInvalid; nesting
                 self._process.log.warning("unreadable", topic=name, partition=partition, offset=record.offset)
                 raw = {**_header(record), "value": record.value, "reason": f"{type(error).__name__}: {error}"}
                 file = self._folder / UNREADABLE / f"{name}.{partition}.{record.offset:020d}.arrow"
@@ -175,7 +175,7 @@ def _token_table(kind: str, record: Record) -> pa.Table:
 
 
 def _text(record: Record) -> dict[str, Any]:
-    """Any other record as a row of its archive file. ValueError."""
+    """Any other record as a row of its archive file. ValueError; RecursionError if it is nested too deeply."""
     text = record.value.decode()
     json.loads(text)
     return {**_header(record), "value": text}

@@ -83,7 +83,7 @@ class Gatherer:
             return False
         records = self._reader.poll(wait_ms, _POLL_RECORDS)
         for record in records:
-            version = int(record.key) if record.key else None
+            version = int(record.key) if record.key and record.key.isdigit() else None
             self._held[record.position] = _Held(version, record)
             self._bytes += len(record.value)
         return bool(records)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.arrow import Row
-from schemas.codec import decode
 from schemas.messages import BatchRecord, CheckpointSaved, Message, MetricPoint, WeightsRecord
 from schemas.topics import version_key
 from workers.runtime import clock
@@ -26,6 +25,7 @@ from workers.trainer import batches, checkpoint
 from workers.trainer.advantages import by_group
 from workers.trainer.learners.base import Learner, Sample
 from workers.transport.records.bus import Bus, publish
+from workers.transport.records.letters import read_or_bury
 from workers.transport.weights.manifest import fingerprint, probe_ids
 from workers.transport.weights.store import Store
 
@@ -99,8 +99,9 @@ class _Trainer:
         found: dict[int, str] = {}
         while not reader.at_end():
             for record in reader.poll(POLL_MS_MAX):
-                weights = decode(WeightsRecord, record.value, record.headers)
-                found[weights.version] = weights.fingerprint
+                weights = read_or_bury(self._process, self._producer, WeightsRecord, record)
+                if weights is not None:
+                    found[weights.version] = weights.fingerprint
         reader.close()
         return found
 
@@ -115,7 +116,9 @@ class _Trainer:
                 records = reader.poll(POLL_MS_MAX, 1)
                 self._gatherer.read_ahead()
                 for record in records:
-                    self._take(decode(BatchRecord, record.value, record.headers))
+                    batch = read_or_bury(self._process, self._producer, BatchRecord, record)
+                    if batch is not None:
+                        self._take(batch)
             if self._state.checkpointed != self._state.step:
                 self._checkpoint()
         finally:
