@@ -216,3 +216,23 @@ def test_held_out_accuracy_counts_each_sample_once_and_errors_apart(tmp_path: Pa
         0: {"all": evaluate.Accuracy(2 / 3, 3, 1), "unseen": evaluate.Accuracy(0.5, 2, 0)},
         2: {"all": evaluate.Accuracy(0.0, 1, 0)},
     }
+
+
+class _Late(MemoryBus):
+    """Lists a topic once more that is deleted by now, as a broker may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_topics(TOPICS.specs())
+        self.gone = {TOPICS.requests(7): 1}
+
+    def topics(self, prefix: str) -> dict[str, int]:
+        gone, self.gone = self.gone, {}
+        return super().topics(prefix) | gone
+
+
+def test_a_topic_that_is_deleted_after_it_was_listed_stops_nothing(tmp_path: Path) -> None:
+    bus = _Late()
+    complete(bus, [a_row(0, 0)])
+    archive_all(bus, tmp_path)
+    assert len(read(tmp_path, "completions")) == 1

@@ -24,7 +24,7 @@ import pyarrow as pa
 from schemas import arrow
 from workers.runtime import clock
 from workers.runtime.process import Process
-from workers.transport.records.bus import Bus, Record
+from workers.transport.records.bus import Bus, BusUnavailable, Record
 
 DISCOVER_PERIOD_S = 0.5
 POLL_MS_MAX = 250
@@ -134,7 +134,12 @@ class Archive:
         for topic, partition in sorted(self._reading - there):
             self._reader.remove(topic, partition)
         for topic, partition in sorted(there - self._reading):
-            self._reader.add(topic, partition, "committed")
+            try:
+                self._reader.add(topic, partition, "committed")
+            except BusUnavailable:
+                if topic in self._bus.topics(topic):
+                    raise
+                there.remove((topic, partition))  # deleted since it was listed: it was archived to its end before
         self._reading = there
 
     def _roll(self) -> None:
