@@ -22,6 +22,7 @@ from pipelines.tally import Snapshot
 from schemas.settings import Settings
 from schemas.topics import Topics
 from workers.runtime.errors import BadInput, DoraError
+from workers.runtime.process import on_stop_signals
 from workers.transport.records.bus import Bus
 
 RUNS_MAX = 1000
@@ -165,8 +166,7 @@ def _signals(stop: StopRequest) -> Iterator[None]:
     """SIGINT and SIGTERM ask the run to stop, nothing more."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, lambda got, _: stop.ask("cancelled", f"stopped by {signal.Signals(got).name}"))
+    on_stop_signals(lambda got: stop.ask("cancelled", f"stopped by {signal.Signals(got).name}"))
     try:
         yield
     finally:

@@ -105,6 +105,19 @@ def test_signal_lets_the_service_end_its_step(number: signal.Signals) -> None:
         assert child.wait(LIMIT_S) == 0
 
 
+def test_signal_in_the_very_moment_of_waiting_does_not_lock_the_service_up() -> None:
+    """Once in a thousand runs on a busy machine: the handler came while the main thread held the event's own lock."""
+    done = _run(
+        "import os, signal\n"
+        "def serve():\n"
+        "    with process.stopping._cond:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return 0 if process.stopping.wait(50) else 1\n"
+        "sys.exit(run_service(process, serve))"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_worker_whose_parent_is_killed_stops_by_itself() -> None:
     worker = (

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed, 2 bad input.
 """
 
+import _thread
 import ctypes
 import os
 import signal
@@ -42,6 +43,16 @@ class Process:
         return self.run_dir / "weights"
 
 
+def on_stop_signals(call: Callable[[int], None]) -> None:
+    """Call it with the number of SIGTERM or SIGINT, in a thread of its own.
+
+    Python runs a handler between two steps of the main thread. If that was just entering `Event.wait` it holds the
+    event's lock, and an `Event.set` in the handler would wait for it for ever.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _: _thread.start_new_thread(call, (got,)) and None)
+
+
 def die_with_parent() -> None:
     """Ask Linux to send SIGTERM when the parent ends, however it ends (elsewhere: nothing)."""
     if sys.platform == "linux":
@@ -53,8 +64,7 @@ def die_with_parent() -> None:
 def run_service(process: Process, serve: Callable[[], int]) -> int:
     """Run `serve` with signals, logs and exit codes as every worker has them."""
     to_stderr()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: process.stopping.set())
+    on_stop_signals(lambda _: process.stopping.set())
     die_with_parent()
     process.log.info("started", pid=os.getpid())
     try:
