@@ -12,26 +12,11 @@ from typing import Any
 from pipelines import children
 from pipelines.config_file import read_resolved
 from schemas import arrow
-from schemas.topics import Topics
+from schemas.topics import KINDS, Topics
 from workers.runtime.errors import BadInput
 from workers.taps import archive
 from workers.transport.records.bus import Bus, BusUnavailable, Record
 
-KINDS = (
-    "trajectories",
-    "evaluations",
-    "completions",
-    "prompts",
-    "requests",
-    "partials",
-    "weights",
-    "control",
-    "status",
-    "batches",
-    "journal",
-    "metrics",
-    "dead-letters",
-)
 POLL_MS = 500
 
 

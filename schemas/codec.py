@@ -26,6 +26,21 @@ SCHEMA_NUMBERS: dict[str, int] = {
     "trajectory": 1,
 }
 T = TypeVar("T")
+_NAMES: dict[Any, str] = {
+    m.PromptRecord: "prompt",
+    m.RequestRecord: "request",
+    m.PartialRecord: "partial",
+    m.WeightsRecord: "weights",
+    m.BatchRecord: "batch",
+    m.JournalRecord: "journal",
+    m.MetricPoint: "metric",
+    m.DeadLetter: "dead-letter",
+    m.CONTROL: "control",
+    m.STATUS: "status",
+}
+_READERS: dict[Any, tuple[str, TypeAdapter[Any]]] = {
+    kind: (name, kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)) for kind, name in _NAMES.items()
+}
 
 
 class BadRecord(ValueError):
@@ -86,21 +101,11 @@ def check_schema(headers: Mapping[str, str], name: str) -> None:
 
 def decode(kind: type[T] | TypeAdapter[T], value: bytes, headers: Mapping[str, str]) -> T:
     """The message in a record. `kind` is a message class, or `messages.CONTROL` / `messages.STATUS`."""
-    adapter: TypeAdapter[T] = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
-    names: dict[object, str] = {
-        m.PromptRecord: "prompt",
-        m.RequestRecord: "request",
-        m.PartialRecord: "partial",
-        m.WeightsRecord: "weights",
-        m.BatchRecord: "batch",
-        m.JournalRecord: "journal",
-        m.MetricPoint: "metric",
-        m.DeadLetter: "dead-letter",
-    }
-    name = "control" if kind is m.CONTROL else "status" if kind is m.STATUS else names[kind]
+    name, adapter = _READERS[kind]
     check_schema(headers, name)
     try:
-        return adapter.validate_json(value)
+        message: T = adapter.validate_json(value)
+        return message
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "value"

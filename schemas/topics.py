@@ -24,6 +24,8 @@ _ONE_PARTITION = (
     "dead-letters",
 )
 _SCORE = ("completions", "trajectories", "evaluations")
+KINDS = (*_SCORE, *_ONE_PARTITION, "requests")
+"""All kinds of topic; of `requests` there is one per version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,33 +315,18 @@ class RolloutService:
         publish(self._producer, self._topics.partials, partial, key=version_key(partial.version))
 
     def _refuse(self, request: m.RequestRecord, reason: str) -> None:
-        group, index, attempt = self._ids(request)
-        self._say(
-            m.Refused(
-                engine=self._number,
-                incarnation=self.incarnation,
-                group=group,
-                index=index,
-                attempt=attempt,
-                reason=reason,
-            )
-        )
-        self._log.warning("refused", group=group, index=index, attempt=attempt, reason=reason)
+        self._turn_away(m.Refused, request, reason)
 
     def _fail(self, request: m.RequestRecord, reason: str) -> None:
-        group, index, attempt = self._ids(request)
         self._started = [key for key in self._started if key != request.key]
-        self._say(
-            m.Failed(
-                engine=self._number,
-                incarnation=self.incarnation,
-                group=group,
-                index=index,
-                attempt=attempt,
-                reason=reason,
-            )
-        )
-        self._log.warning("request_failed", group=group, index=index, attempt=attempt, reason=reason)
+        self._turn_away(m.Failed, request, reason)
+
+    def _turn_away(self, word: type[m.Refused | m.Failed], request: m.RequestRecord, reason: str) -> None:
+        group, index, attempt = self._ids(request)
+        whose = {"group": group, "index": index, "attempt": attempt}
+        said = word(engine=self._number, incarnation=self.incarnation, reason=reason, **whose)
+        self._say(said)
+        self._log.warning(f"request_{said.kind}", **whose, reason=reason)
 
     def _bury(self, record: Record, reason: str) -> None:
         publish(self._producer, self._topics.dead_letters, dead_letter(self._run, record, reason))

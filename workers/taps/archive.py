@@ -13,7 +13,6 @@ Rule 3: a topic that the orchestrator deletes was read to its end before: it is 
 """
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import pyarrow as pa
 
 from schemas import arrow
 from workers.runtime import clock
+from workers.runtime.files import sync
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, BusUnavailable, Record
 
@@ -202,17 +202,9 @@ def write_file(file: Path, table: pa.Table) -> None:
     unfinished = file.with_name(f".{file.name}.tmp")
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=_OPTIONS) as writer:
         writer.write_table(table)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.replace(file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(file.parent)
 
 
 def read(run_dir: Path, kind: str) -> pa.Table:

@@ -7,7 +7,6 @@ Rule 3: the newest `keep` stay; whatever else has the name of a checkpoint is re
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from workers.runtime.files import sync, write_synced
 
 MARKER = "complete.json"
 _EXTRA = "extra.json"
@@ -52,9 +53,9 @@ def write(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save(unfinished, progress.model_dump())
-        _write_synced(unfinished / MARKER, json.dumps({"step": progress.step}))
+        write_synced(unfinished / MARKER, json.dumps({"step": progress.step}).encode())
         unfinished.rename(final)
-        _sync_folder(root)
+        sync(root)
     held = complete(root)
     for checkpoint in held[:-keep]:
         shutil.rmtree(checkpoint.folder)
@@ -88,7 +89,7 @@ def versions(checkpoints: list[Checkpoint]) -> tuple[int, ...]:
 
 def write_extra(folder: Path, extra: Mapping[str, object]) -> None:
     """For learners: `extra` beside their own files."""
-    _write_synced(folder / _EXTRA, json.dumps(dict(extra)))
+    write_synced(folder / _EXTRA, json.dumps(dict(extra)).encode())
 
 
 def read_extra(folder: Path) -> dict[str, object]:
@@ -104,18 +105,3 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, ValueError, ValidationError):
         return False
     return bool(said == {"step": progress.step} and folder.name == f"step-{progress.step:06d}")
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

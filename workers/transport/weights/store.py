@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from schemas.messages import WeightsRecord
 from workers.runtime.errors import WeightsUnavailable
+from workers.runtime.files import sync, write_synced
 from workers.transport.weights.manifest import MANIFEST, Dtype, Manifest, RawTensor, fingerprint, probe_ids
 
 WEIGHTS = "model.safetensors"
@@ -74,7 +75,7 @@ class Store:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         _copy_side_files(model_folder, unfinished)
-        _write(unfinished / "config.json", json.dumps(_with_dtype(config, dtype), indent=2).encode())
+        write_synced(unfinished / "config.json", json.dumps(_with_dtype(config, dtype), indent=2).encode())
         _write_safetensors(unfinished / WEIGHTS, held)
         manifest = Manifest(
             version=version,
@@ -85,10 +86,10 @@ class Store:
             probe_logprobs=tuple(probe_logprobs),
         )
         value = manifest.model_dump_json(indent=2).encode()
-        _write(unfinished / MANIFEST, value)
-        _sync_folder(unfinished)
+        write_synced(unfinished / MANIFEST, value)
+        sync(unfinished)
         unfinished.rename(folder)
-        _sync_folder(folder.parent)
+        sync(folder.parent)
         return Published(folder.as_uri(), hashlib.sha256(value).hexdigest(), offered, offered, differs=False)
 
     @staticmethod
@@ -190,7 +191,7 @@ def _write_safetensors(path: Path, tensors: Sequence[RawTensor]) -> None:
 def _copy_side_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED:
-            _write(target / path.name, path.read_bytes())
+            write_synced(target / path.name, path.read_bytes())
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
@@ -204,21 +205,6 @@ def _read_manifest(folder: Path) -> tuple[Manifest, str]:
         return Manifest.model_validate_json(value), hashlib.sha256(value).hexdigest()
     except (OSError, ValidationError) as error:
         raise WeightsUnavailable(f"{folder / MANIFEST}: {error}") from error
-
-
-def _write(path: Path, value: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(value)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _sha256(path: Path) -> str:
