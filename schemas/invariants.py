@@ -54,6 +54,17 @@ def consecutive(versions: Sequence[int]) -> bool:
     return list(versions) == list(range(len(versions)))
 
 
+MEMBERS_MIN = 2
+"""An advantage compares: a group that lost samples trains with so many at least."""
+
+
+def trains_whole(indices: Sequence[int], group_size: int, policy: str) -> bool:
+    """I3: each sample of a group once; all of them, unless `scheduling.group_policy` lets it lose some."""
+    there = set(indices)
+    some = policy == "partial" and len(there) >= MEMBERS_MIN and there < set(range(group_size))
+    return len(there) == len(indices) and (some or there == set(range(group_size)))
+
+
 def within_capacity(running: int, seats: int, kv_tokens: int, kv_tokens_max: int) -> bool:
     """I7."""
     return 0 <= running <= seats and 0 <= kv_tokens <= kv_tokens_max

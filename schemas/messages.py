@@ -23,6 +23,7 @@ from schemas.records import (
     PromptRecord,
     Purpose,
     RequestRecord,
+    SampleLost,
     Stay,
     StopReason,
     WeightsRecord,
@@ -39,6 +40,7 @@ __all__ = [
     "PromptRecord",
     "Purpose",
     "RequestRecord",
+    "SampleLost",
     "Stay",
     "StopReason",
     "WeightsRecord",
@@ -167,10 +169,8 @@ class Refused(Message):
 
 
 class Failed(Message):
-    """A request that will not become a trajectory: it counts against `failures_max` and is issued again.
-
-    `engine` is None when its row was bad (said by reward): the seat was freed by `Finished` already.
-    """
+    """A request that will not become a trajectory: it counts against `failures_max` and is issued again. `engine` is
+    None when its row was bad (said by reward): the seat was freed by `Finished` already."""
 
     kind: Literal["failed"] = "failed"
     engine: int | None
@@ -199,12 +199,13 @@ class Scored(Message):
 
 
 class EngineGone(Message):
-    """Supervisor: the process of this engine ended (any incarnation up to this one)."""
+    """Supervisor: this engine's process ended (any incarnation up to this one); `stopped`: with the whole run."""
 
     kind: Literal["engine_gone"] = "engine_gone"
     engine: int
     incarnation: int | None
     reason: str
+    stopped: bool = False
 
 
 class PromptsEnded(Message):
@@ -240,10 +241,8 @@ class Tick(Message):
 
 
 class RunStarted(Message):
-    """An orchestrator begins or goes on: what it was told to do then. An end said before is taken back.
-
-    `steps` is None with `epochs`. It may have grown since the last start, so it stands in the journal.
-    """
+    """An orchestrator begins or goes on: what it was told to do then. An end said before is taken back. `steps` is
+    None with `epochs`; it may have grown since the last start, so it stands in the journal."""
 
     kind: Literal["run_started"] = "run_started"
     steps: int | None
@@ -345,6 +344,7 @@ class EngineLost(Message):
     engine: int
     incarnation: int
     reason: str
+    stopped: bool = False
 
 
 Control = Annotated[Swap | Stop | WantPrompts | EndRun, Field(discriminator="kind")]
@@ -373,6 +373,7 @@ Effect = Annotated[
     | DeleteWeights
     | Issue
     | VoidGroup
+    | SampleLost
     | EngineLost
     | BatchRecord
     | Swap
@@ -388,10 +389,12 @@ STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 
 class JournalRecord(Message):
     """One poll of the orchestrator: what it had read, what it took for events, what it did. In one transaction with
-    the records that carry the effects out. `inputs` maps `topic/partition` to the next offset to read."""
+    the records that carry the effects out. `inputs` maps `topic/partition` to the next offset to read. Some carry
+    nothing but a `snapshot` of the mind at that point: `workers/orchestrator/snapshot.py` alone can read it."""
 
     run: str
     sequence: int
     inputs: dict[str, int]
     events: tuple[Event, ...]
     effects: tuple[Effect, ...]
+    snapshot: str | None = Field(None, exclude_if=lambda text: text is None)

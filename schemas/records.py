@@ -153,6 +153,16 @@ class BatchRecord(Message):
     members: tuple[Member, ...]
 
 
+class SampleLost(Message):
+    """The mind gave a sample up, its group goes on without it (`group_policy = "partial"`)."""
+
+    kind: Literal["sample_lost"] = "sample_lost"
+    group: int
+    index: int
+    version: int
+    reason: str
+
+
 class DeadLetter(Message):
     """A record that could not be read, or a row that may not be used, with the reason and the raw bytes (base64)."""
 

@@ -6,7 +6,7 @@ Durations are seconds, sizes say their unit.
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
@@ -56,6 +56,9 @@ class Scheduling(Section):
     partition: Literal["packed", "proportional"] = Field("packed", description="How versions share the engines.")
     rebalance_period_s: float = Field(5.0, gt=0, description="Partition again at least this often.")
     failures_max: int = Field(3, ge=1, description="Failures of one sample until its group is voided.")
+    group_policy: Literal["all", "partial"] = Field(
+        "all", description="A sample over failures_max voids its group; partial = not while two others are left."
+    )
     dynamic_sampling: bool = Field(False, description="Void groups whose outcomes do not vary (no_signal).")
     voids_in_row_max: int = Field(256, ge=1, description="no_signal voids in a row until the run stops.")
     weights_keep: int = Field(2, ge=1, description="Versions kept beyond those that something needs.")
@@ -152,8 +155,10 @@ class Settings(Section):
     model: str = Field(
         description="Hugging Face folder, or `builtin:smollm2`, `builtin:tiny` (made once by `dora run`)."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Of published weights and of all forward passes."
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Of published weights and of all forward passes. auto = bfloat16 where it is fast, else float32; "
+        "settled when the run starts.",
     )
     group_size: int = Field(8, ge=1, description="Samples per prompt (G).")
     groups_per_batch: int = Field(8, ge=1, description="Groups per step (B).")
@@ -242,7 +247,9 @@ def parse_settings(text: str, source: str, overrides: Iterable[str] = ()) -> Set
         raise SettingsError(f"{source}: not TOML: {error}") from error
     for override in overrides:
         _override(tree, override)
-    _refuse_unknown(tree, Settings, source)
+    unknown = list(_unknown(tree, Settings))
+    if unknown:
+        raise SettingsError("\n".join(f"{source}: {fault}" for fault in unknown))
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
@@ -270,12 +277,14 @@ def _override(tree: dict[str, Any], override: str) -> None:
     node[last] = parsed
 
 
-def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], source: str, prefix: str = "") -> None:
+def _unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """A sentence for each key that does not exist."""
     for key, value in tree.items():
         if key not in model.model_fields:
             near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(model.model_fields))}"
-            raise SettingsError(f"{source}: unknown key {prefix}{key}: {hint}")
+            yield f"unknown key {prefix}{key}: {hint}"
+            continue
         if key in PASSED_THROUGH and not prefix:
             continue
         inner = _section_of(model, key)
@@ -284,7 +293,7 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], source: str
         for place, item in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(item, dict):
                 number = f".{place}" if isinstance(value, list) else ""
-                _refuse_unknown(item, inner, source, f"{prefix}{key}{number}.")
+                yield from _unknown(item, inner, f"{prefix}{key}{number}.")
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[Section] | None:

@@ -126,13 +126,16 @@ def batches_have_B_groups(run: Run) -> Iterator[str]:
 
 
 def groups_have_G_members(run: Run) -> Iterator[str]:
-    wanted = list(range(run.settings.group_size))
+    """All samples of a group but those that the mind said it lost; that may be only where the policy allows it."""
+    partial = run.settings.scheduling.group_policy == "partial"
+    lost = {(effect["group"], effect["index"]) for effect in run.effects("sample_lost") if partial}
     for batch in run.batches:
         indexes: dict[int, list[int]] = {group: [] for group, _ in batch["groups"]}
         for member in batch["members"]:
             indexes.setdefault(member["group"], []).append(member["index"])
         for group, there in indexes.items():
-            if sorted(there) != wanted:
+            wanted = [index for index in range(run.settings.group_size) if (group, index) not in lost]
+            if sorted(there) != wanted or len(there) < 2:
                 yield f"step {batch['step']}, group {group}: samples {sorted(there)}, not {wanted}"
 
 
@@ -337,8 +340,15 @@ def held_out_groups_are_evaluated(run: Run) -> Iterator[str]:
 
 
 def _is_done(run: Run) -> bool:
-    ends = run.effects("end_run")
-    return bool(ends) and ends[-1]["outcome"] == "done"
+    """By the last word: whoever goes on with a run (`run_started`) takes back an end that was said before."""
+    done = False
+    for record in run.journal:
+        if any(event["kind"] == "run_started" for event in record["events"]):
+            done = False
+        for effect in record["effects"]:
+            if effect["kind"] == "end_run":
+                done = effect["outcome"] == "done"
+    return done
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (

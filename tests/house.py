@@ -56,6 +56,7 @@ class House:
     settings: Settings
     run_dir: Path
     bus: Bus
+    snapshot_events: int = orchestrator.SNAPSHOT_EVENTS
     codes: dict[str, int] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
     threads: dict[str, threading.Thread] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class House:
     def start_all(self) -> None:
         bus = self.bus
         bus.make_topics(Topics(self.settings.name).specs())
-        self.start("orchestrator", lambda process: orchestrator.serve(process, bus))
+        self.start("orchestrator", lambda process: orchestrator.serve(process, bus, self.snapshot_events))
         self.start("archive", lambda process: archive.serve(process, bus))
         self.start("prompts", lambda process: prompts.serve(process, bus))
         self.start("reward", lambda process: reward.serve(process, bus, 0))
@@ -100,10 +101,12 @@ class House:
 
 
 @contextmanager
-def house(settings: Settings, run_dir: Path, bus: Bus) -> Iterator[House]:
+def house(
+    settings: Settings, run_dir: Path, bus: Bus, snapshot_events: int = orchestrator.SNAPSHOT_EVENTS
+) -> Iterator[House]:
     """All services; at the end they are stopped, the archive last."""
     (run_dir / "config.toml").write_text(tomli_w.dumps(settings.model_dump(mode="json")))
-    built = House(settings, run_dir, bus)
+    built = House(settings, run_dir, bus, snapshot_events)
     built.start_all()
     try:
         yield built

@@ -156,6 +156,14 @@ JOURNAL = m.JournalRecord(
         *CONTROL,
     ),
 )
+JOURNAL_LATER = m.JournalRecord(
+    run="golden",
+    sequence=6,
+    inputs={"dora.golden.status/0": 12},
+    events=(),
+    effects=(m.SampleLost(group=4712, index=1, version=12, reason="took too long on an engine"),),
+    snapshot="eJyrVkrOSCzKTS1Wsq0FACFQBM0=",
+)
 PROMPT = m.PromptRecord(
     run="golden",
     prompt="7 * 8?",
@@ -177,7 +185,7 @@ MESSAGES: dict[str, tuple[Kind, tuple[m.Message, ...]]] = {
     "control": (m.CONTROL, CONTROL),
     "status": (m.STATUS, STATUS),
     "batch": (m.BatchRecord, (BATCH,)),
-    "journal": (m.JournalRecord, (JOURNAL,)),
+    "journal": (m.JournalRecord, (JOURNAL, JOURNAL_LATER)),
     "metric": (m.MetricPoint, (m.MetricPoint(run="golden", source="trainer", at=AT, step=12, values={"loss": 0.5}),)),
     "dead-letter": (
         m.DeadLetter,

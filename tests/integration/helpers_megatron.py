@@ -26,13 +26,13 @@ def samples_of(seed: int, groups: int = 3, group_size: int = 4, temperature: flo
     """Random prompts and responses of uneven length, groups whole, a token masked here and there."""
     chance = random.Random(seed)
     samples = []
-    for _ in range(groups):
+    for group in range(groups):
         prompt = [chance.randrange(500) for _ in range(chance.randrange(1, 12))]
         for _ in range(group_size):
             response = [chance.randrange(500) for _ in range(chance.randrange(1, 14))]
             mask = [chance.random() > 0.1 for _ in response]
             behaviour = [-6.3 + chance.gauss(0, 0.4) if counts else 0.0 for counts in mask]
-            samples.append(Sample(prompt, response, behaviour, mask, temperature, chance.gauss(0, 1)))
+            samples.append(Sample(prompt, response, behaviour, mask, temperature, chance.gauss(0, 1), group))
     return samples
 
 

@@ -112,6 +112,18 @@ def test_each_of_several_updates_trains_its_own_whole_groups(llama: Path) -> Non
     assert fingerprint(together.export()) == fingerprint(apart.export())
 
 
+def test_groups_that_lost_samples_enter_one_update_each_all_the_same(llama: Path) -> None:
+    """Groups of 4, 2, 3 and 4 samples."""
+    samples = samples_of(5, groups=4)
+    ragged = [*samples[:4], *samples[4:6], *samples[8:11], *samples[12:]]
+    together = learner_of(llama, updates_per_step=2)
+    assert together.train(ragged)["updates"] == 2.0
+    apart = learner_of(llama)
+    apart.train(ragged[:6])
+    apart.train(ragged[6:])
+    assert fingerprint(together.export()) == fingerprint(apart.export())
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(llama: Path) -> None:
     learner = learner_of(llama)
     samples = samples_of(6)

@@ -23,6 +23,7 @@ class Checker(Ledger):
             assert self.end is None, f"{effect} after EndRun"
             getattr(self, f"_say_{effect.kind}")(effect)
         self._check_dropped([effect.group for effect in effects if isinstance(effect, m.VoidGroup)])
+        self._check_lost({(effect.group, effect.index) for effect in effects if isinstance(effect, m.SampleLost)})
         left = [number for number, life in self.live.items() if life.status == "to void"]
         assert self.ended or not left, f"groups without signal are not voided: {left} (I2)"
 
@@ -32,6 +33,11 @@ class Checker(Ledger):
             for key in books.booked if books.loading is None else ():
                 place = self.groups[key.group].samples[key.index].place if key.group in voided else "scored"
                 assert place != "out", f"{key} runs on at engine {number}, its group is void"
+
+    def _check_lost(self, lost: set[tuple[int, int]]) -> None:
+        for number, books in self.books.items() if lost else ():
+            there = [key for key in books.booked if (key.group, key.index) in lost and books.loading is None]
+            assert not there, f"{there} run on at engine {number}, though given up"
 
     def _say_make_version(self, effect: m.MakeVersion) -> None:
         self.made.append(effect.version)
@@ -59,7 +65,7 @@ class Checker(Ledger):
                 continue
             del books.booked[key]
             sample = self._sample(key.group, key.index, key.attempt)
-            if sample is not None:
+            if sample is not None and sample.place != "lost":
                 waited = self.now - sample.since
                 assert waited >= self.settings.engines.request_timeout_s * S, f"{key} dropped after {waited / S} s"
                 sample.place, sample.failures = "wait", sample.failures + 1
@@ -149,15 +155,34 @@ class Checker(Ledger):
             assert life.status == "to void", f"group {effect.group} has signal"
         else:
             assert effect.reason == "failed", effect
-            worst = max(sample.failures + sample.perhaps + self._late(sample) for sample in life.samples)
+            left = [sample for sample in life.samples if sample.place != "lost"]
             too_long = row.prompt_tokens + row.max_new_tokens > self.drawn.tokens_per_request_max
-            assert too_long or worst > self.settings.scheduling.failures_max, f"{effect}: worst sample failed {worst}"
+            failed = any(self._failed(sample) for sample in left)
+            assert too_long or failed, f"{effect}: no sample failed too often"
+            assert too_long or len(left) <= 2 or not self._may_lose(life), f"{effect}: {len(left)} samples are left"
         life.status = "voided"
         self.live.pop(effect.group, None)
         self.evaluating.pop(effect.group, None)
         self.voids[effect.reason] += 1
         self.voids_in_row += life.purpose == "train"
         self.moved_at = self.now
+
+    def _may_lose(self, life: Life) -> bool:
+        return self.settings.scheduling.group_policy == "partial" and life.purpose == "train"
+
+    def _failed(self, sample: Sample) -> bool:
+        return sample.failures + sample.perhaps + self._late(sample) > self.settings.scheduling.failures_max
+
+    def _say_sample_lost(self, effect: m.SampleLost) -> None:
+        life = self.groups[effect.group]
+        sample = life.samples[effect.index]
+        assert self._may_lose(life), f"{effect}: the group is all or nothing"
+        assert (life.status, life.version) == ("open", effect.version), f"{effect} of a group that is {life.status}"
+        assert sample.place not in ("scored", "lost"), f"{effect}: the sample is {sample.place}"
+        assert self._failed(sample), f"{effect}: failed {sample.failures} times only"
+        sample.place = "lost"
+        assert sum(other.place != "lost" for other in life.samples) >= 2, f"{effect}: one sample compares with nothing"
+        self._judge(effect.group)
 
     def _say_batch(self, effect: m.BatchRecord) -> None:
         step = self.step_next
@@ -190,6 +215,8 @@ class Checker(Ledger):
         due = []
         for number, _ in effect.groups:
             for index, sample in enumerate(self.groups[number].samples):
+                if sample.place == "lost":
+                    continue
                 score = sample.score
                 assert score is not None
                 place = {"partition": score.partition, "offset": score.offset, "row": score.row}

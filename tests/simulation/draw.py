@@ -77,6 +77,7 @@ def draw(seed: int) -> Drawn:
                 "partition": rng.choice(["packed", "packed", "proportional"]),
                 "rebalance_period_s": rng.choice([2.0, 5.0, 10.0]),
                 "failures_max": rng.randint(1, 3),
+                "group_policy": random.Random(seed + 3_000_003).choice(["all", "partial"]),
                 "dynamic_sampling": rng.random() < 0.4,
                 "voids_in_row_max": rng.choice([5, 256, 256]),
                 "weights_keep": rng.randint(1, 3),

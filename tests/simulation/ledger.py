@@ -15,8 +15,8 @@ AWAY = 10 * S
 
 @dataclass(eq=False)
 class Sample:
-    """`place`: wait, out (at an engine), done (finished, not scored), scored. `perhaps`: failures that need not have
-    been counted: the sample was given up, and then something was heard of it before it was issued again."""
+    """`place`: wait, out (at an engine), done (finished, not scored), scored, lost. `perhaps`: failures that need
+    not have been counted: the sample was given up, and then something was heard of it before it was issued again."""
 
     place: str = "wait"
     attempt: int = -1
@@ -167,7 +167,7 @@ class Ledger:
         key = RequestKey(word.group, word.index, word.attempt)
         sample = self._sample(word.group, word.index, word.attempt)
         if isinstance(word, m.Scored):
-            if sample is not None and sample.place != "scored":
+            if sample is not None and sample.place not in ("scored", "lost"):
                 self._scored(word, sample)
             return
         snapshot = isinstance(word, m.PartialArrived) and word.reason == "snapshot"
@@ -175,7 +175,7 @@ class Ledger:
         held = False
         if books is not None and not stale and not snapshot:
             held = books.booked.pop(key, None) is not None
-        if sample is None or sample.place == "scored":
+        if sample is None or sample.place in ("scored", "lost"):
             return
         sample.perhaps += self._late(sample)
         match word:
@@ -198,17 +198,23 @@ class Ledger:
                 sample.place, sample.failures = "wait", sample.failures + 1
             return
         sample.place, sample.score = "scored", word
-        if all(other.place == "scored" for other in life.samples):
-            if life.purpose == "eval":
-                life.status = "evaluated"
-                del self.evaluating[word.group]
-            elif self.settings.scheduling.dynamic_sampling and not varies(life):
-                life.status = "to void"
-            else:
-                life.status, life.completed = "complete", self.completions
-                self.complete[word.group] = life
-                self.completions += 1
-                self.voids_in_row = 0
+        self._judge(word.group)
+
+    def _judge(self, number: int) -> None:
+        """Nothing of the group is awaited any more?"""
+        life = self.groups[number]
+        if any(sample.place not in ("scored", "lost") for sample in life.samples):
+            return
+        if life.purpose == "eval":
+            life.status = "evaluated"
+            del self.evaluating[number]
+        elif self.settings.scheduling.dynamic_sampling and not varies(life):
+            life.status = "to void"
+        else:
+            life.status, life.completed = "complete", self.completions
+            self.complete[number] = life
+            self.completions += 1
+            self.voids_in_row = 0
 
     def _late(self, sample: Sample) -> bool:
         """It was given up without a word: finished, but not scored in time, or its engine is to stop it anyway."""
@@ -219,4 +225,4 @@ class Ledger:
 
 
 def varies(life: Life) -> bool:
-    return len({sample.score.outcome for sample in life.samples if sample.score is not None}) > 1
+    return len({s.score.outcome for s in life.samples if s.score is not None and s.place == "scored"}) > 1

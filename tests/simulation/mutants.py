@@ -14,7 +14,7 @@ from types import ModuleType
 from tests.simulation.world import Code
 
 ROOM = "workers.orchestrator."
-ORDER = ("rows", "groups", "window", "partition", "placement", "hearing", "state", "recovery")
+ORDER = ("rows", "groups", "window", "partition", "placement", "hearing", "state", "snapshot", "recovery")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant("a partial is forgotten", "hearing", "        request.partial = word.at\n", ""),
     Mutant(
-        "failures have no limit", "hearing", "if request.failures > self.settings.scheduling.failures_max:", "if False:"
+        "failures have no limit", "hearing", "if request.failures <= self.settings.scheduling.failures_max:", "if True:"
     ),
     Mutant(
         "a hung request is waited for",
@@ -155,7 +155,7 @@ MUTANTS = (
         "shaped rewards decide on signal",
         "hearing",
         "and not group.outcomes_vary:",
-        "and not group.outcomes_vary and word.outcome in (0.0, 1.0):",
+        "and not group.outcomes_vary and group.members[0].score.outcome in (0.0, 1.0):",
     ),
     Mutant(
         "groups without signal are trained",
@@ -197,6 +197,38 @@ MUTANTS = (
         "givers = sorted(idle, key=lambda e: e.number)",
         "givers = sorted(idle, key=lambda e: id(e) // 16 % 7)",
     ),
+    Mutant(
+        "a snapshot forgets failures",
+        "snapshot",
+        "                failures=request.failures,\n                place=request.place.name,",
+        "                failures=0,\n                place=request.place.name,",
+    ),
+    Mutant(
+        "a snapshot forgets in which order requests wait",
+        "snapshot",
+        "for entry in books.queue if",
+        "for entry in sorted(books.queue, key=lambda entry: (entry.group, entry.index)) if",
+    ),
+    Mutant(
+        "a snapshot forgets what was not said after the end",
+        "snapshot",
+        "mind.effects = list(snapshot.effects)",
+        "mind.effects = []",
+    ),
+    Mutant("a lost sample is a member all the same", "state", "in group.members)", "in group.requests)"),
+    Mutant("a group goes on with one sample", "hearing", "len(group.members) > MEMBERS_MIN", "len(group.members) > 1"),
+    Mutant(
+        "a group waits for its lost sample",
+        "hearing",
+        "        if self.groups.lost(group, request):",
+        "        self.groups.lost(group, request)\n        if False:",
+    ),
+    Mutant(
+        "samples are lost although the policy is all",
+        "hearing",
+        'self.settings.scheduling.group_policy == "partial" and',
+        "True and",
+    ),
 )
 
 
@@ -233,4 +265,4 @@ def load(mutant: Mutant) -> Code:
     for name in ORDER:
         if ROOM + name in sys.modules:
             setattr(sys.modules["workers.orchestrator"], name, sys.modules[ROOM + name])
-    return Code(built["state"].Mind, built["recovery"].replay, built["recovery"].JournalDiffers)
+    return Code(built["state"], built["recovery"], built["snapshot"])

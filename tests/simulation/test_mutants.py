@@ -23,6 +23,6 @@ def broken_rule(seed: int, code: Code) -> str:
     """What was said of this world; empty if nothing was. A mutant that cannot run at all is an error."""
     try:
         World(seed, code).run()
-    except (AssertionError, code.differs, KeyError) as error:
+    except (AssertionError, code.recovery.JournalDiffers, KeyError) as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""

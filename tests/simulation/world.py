@@ -2,7 +2,9 @@
 
 The orchestrator polls what has arrived, takes a Tick and the events, and its effects are carried out: one poll is one
 transaction. It may crash between polls or inside one (nothing of the poll is then kept); it comes back by replaying
-its journal. The world keeps its own truth; `checkers.py` judges the log of events and effects, and the truth.
+its journal. The world keeps its own truth; `checkers.py` judges the log of events and effects, and the truth. The
+mind has a twin that is a snapshot of it, gone through JSON and made again at random events and at every restart: it
+must say the same to every event.
 """
 
 import heapq
@@ -16,19 +18,23 @@ from schemas.ids import Position
 from tests.simulation.actors import EngineActor, PromptsActor, RewardActor, TrainerActor, partial_position
 from tests.simulation.checkers import Checker
 from tests.simulation.draw import draw
-from workers.orchestrator import recovery, state
+from workers.orchestrator import recovery, snapshot, state
 
 Sender = tuple[str, int, int]
 EVENTS_MAX = 400_000
 
 
+SNAPSHOT_SHARE = 0.02
+"""At so many events the mind's twin is made anew from a snapshot."""
+
+
 @dataclass(frozen=True)
 class Code:
-    """The mind under test (a mutant test passes others)."""
+    """The modules of the mind under test (a mutant test passes others)."""
 
-    mind: Any = state.Mind
-    replay: Any = recovery.replay
-    differs: type[Exception] = recovery.JournalDiffers
+    state: Any = state
+    recovery: Any = recovery
+    snapshot: Any = snapshot
 
 
 class World:
@@ -45,7 +51,9 @@ class World:
         self.last_delivery: dict[Sender, float] = {}
         self.inbox: list[m.Event] = []
         self.checker = Checker(self.drawn)
-        self.mind = self.code.mind(self.settings)
+        self.mind = self.code.state.Mind(self.settings)
+        self.chance_of_twins = random.Random(seed + 2_000_003)
+        self.twin: Any = None
         self.journal: list[m.JournalRecord] = []
         self.engines: dict[int, EngineActor] = {}
         self.restarting: set[int] = set()
@@ -108,13 +116,13 @@ class World:
         effects: list[m.Effect] = []
         for event in events:
             self.checker.heard(event)
-            said = self.mind.on(event)
+            said = self.think(event)
             self.checker.said(said)
             effects += said
         self.checker.settled(self.now)
-        # Made without validation: that would only copy what was valid already.
-        record: dict[str, Any] = {"run": "r", "sequence": len(self.journal), "inputs": {}}
-        self.journal.append(m.JournalRecord.model_construct(**record, events=tuple(events), effects=tuple(effects)))
+        self.write(tuple(events), tuple(effects))
+        if self.chance_of_twins.random() < SNAPSHOT_SHARE:
+            self.write((), (), self.code.snapshot.pack(self.code.snapshot.take(self.mind)))
         for effect in effects:
             self.carry_out(effect)
         assert self.mind.ended == self.checker.ended, "mind.ended does not say what EndRun said"
@@ -122,6 +130,22 @@ class World:
             self.after_the_end()
         else:
             self.at(self.drawn.poll_s * self.rng.uniform(0.5, 1.5), self.poll)
+
+    def think(self, event: m.Event) -> list[m.Effect]:
+        said: list[m.Effect] = self.mind.on(event)
+        if self.twin is not None:
+            other = self.twin.on(event)
+            assert other == said, f"to {event} a restored mind says {other}, the one that was not {said} (I9)"
+        if self.chance_of_twins.random() < SNAPSHOT_SHARE:
+            code = self.code.snapshot
+            text = code.pack(code.take(self.mind if self.twin is None else self.twin))
+            self.twin = code.restore(self.settings, code.unpack(text))
+        return said
+
+    def write(self, events: tuple[m.Event, ...], effects: tuple[m.Effect, ...], text: str | None = None) -> None:
+        """Made without validation: that would only copy what was valid already."""
+        names: dict[str, Any] = {"run": "r", "sequence": len(self.journal), "inputs": {}, "snapshot": text}
+        self.journal.append(m.JournalRecord.model_construct(**names, events=events, effects=effects))
 
     def after_the_end(self) -> None:
         """What was cancelled is resumed; what is done may be resumed with more steps."""
@@ -135,7 +159,9 @@ class World:
         self.restart_orchestrator()
 
     def restart_orchestrator(self) -> None:
+        """It comes back by all of its journal, its twin by the newest snapshot and what follows."""
         self.mind, self.starting = self.replay(), True
+        self.twin, _ = self.code.recovery.recover(self.settings, self.journal)
         self.at(self.rng.random() * 40, self.poll)
 
     def micros(self) -> int:
@@ -143,7 +169,7 @@ class World:
 
     def replay(self) -> Any:
         """I9."""
-        mind = self.code.replay(self.settings, self.journal)
+        mind = self.code.recovery.replay(self.settings, self.journal)
         assert mind.figures() == self.mind.figures() or not self.done, "a replayed mind has other figures (I9)"
         return mind
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from schemas import messages as m
 from schemas.ids import Position, RequestKey
 from schemas.settings import Settings
+from workers.orchestrator import snapshot
 from workers.orchestrator.state import Mind
 
 S = 1_000_000
@@ -136,6 +137,13 @@ class Driver:
             said += self.finish(key)
             said += self.score(key, outcome, issue.version, issue.purpose)
         return said
+
+    def restart(self) -> list[m.Effect]:
+        """The orchestrator ends between two events and comes back by its snapshot."""
+        image = snapshot.unpack(snapshot.pack(snapshot.take(self.mind)))
+        assert image is not None
+        self.mind = snapshot.restore(self.settings, image)
+        return self.say(m.RunStarted(steps=self.settings.steps or None))
 
     def running(self) -> list[int]:
         """Groups that engines have."""

@@ -175,6 +175,28 @@ DOCTORS: list[tuple[Callable[..., object], str, Doctor]] = [
 ]
 
 
+def test_a_group_without_the_sample_that_it_lost_is_right_only_where_the_policy_says_so(
+    correct: Path, tmp_path: Path
+) -> None:
+    """G = 3 of which one was lost in every trained group; then the word of one loss is missing, then the policy."""
+    run = shutil.copytree(correct, tmp_path / "run")
+    config = run / "config.toml"
+    text = config.read_text().replace("group_size = 2", "group_size = 3")
+    config.write_text(text.replace("[[dataset]]", '[scheduling]\ngroup_policy = "partial"\n[[dataset]]', 1))
+
+    def lose(journal: Rows) -> None:
+        lost = [{"kind": "sample_lost", "group": n, "index": 2, "version": 0, "reason": "late"} for n in range(5)]
+        journal[0]["effects"] += lost
+
+    rewrite(run, "journal", lose)
+    assert list(checker.groups_have_G_members(checker.Run(run))) == []
+    _drop_effect("sample_lost", group=3)(run)
+    assert list(checker.groups_have_G_members(checker.Run(run))) != []
+    rewrite(run, "journal", lose)
+    config.write_text(config.read_text().replace('"partial"', '"all"'))
+    assert len(list(checker.groups_have_G_members(checker.Run(run)))) == 5
+
+
 def test_a_correct_run_has_no_violation(correct: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checker.main([str(correct)]) == 0
     assert capsys.readouterr().out == f"0 violations of {len(checker.RULES)} rules\n"
@@ -201,6 +223,28 @@ def test_a_stopped_run_may_have_live_groups_but_no_more_than_its_limit(correct: 
     _drop_effect("void_group")(copy)
     rewrite(copy, "journal", lambda j: _effects(j, "end_run")[0].update(outcome="cancelled"))
     assert checker.check(copy) == []
+
+
+def test_a_run_that_was_done_and_went_on_is_judged_by_its_last_word(correct: Path, tmp_path: Path) -> None:
+    """Done, resumed with more steps, then stopped by people (no word at all), cancelled, or failed: groups may live."""
+
+    def go_on(last: str | None) -> Callable[[Rows], None]:
+        def change(journal: Rows) -> None:
+            end = next(record for record in journal if _effects([record], "end_run"))
+            more = {**end, "sequence": len(journal), "events": [{"kind": "run_started", "steps": 9}], "effects": []}
+            if last is not None:
+                more["effects"] = [{**_effects([end], "end_run")[0], "outcome": last}]
+            journal.append(more)
+
+        return change
+
+    for last in (None, "cancelled", "failed", "done"):
+        copy = tmp_path / str(last)
+        shutil.copytree(correct, copy)
+        _drop_effect("void_group")(copy)
+        rewrite(copy, "journal", go_on(last))
+        broken = {violation.rule for violation in checker.check(copy)}
+        assert broken == ({"opened_groups_end_once"} if last == "done" else set()), last
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:

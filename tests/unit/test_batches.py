@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from schemas.messages import BatchRecord
+from schemas.settings import Settings
 from tests.unit.trainer_world import GROUP_SIZE, World, row
 from workers.trainer.batches import Gatherer, check, figures
 
@@ -18,8 +19,13 @@ def gathered(world: World, record: BatchRecord) -> list[dict[str, Any]]:
         gatherer.close()
 
 
+def settings_of(staleness_max: int, **changes: Any) -> Settings:
+    tree = {"model": "a folder", "steps": 100, "group_size": GROUP_SIZE, "dataset": [{"path": "rows.jsonl"}]}
+    return Settings.model_validate({**tree, "staleness_max": staleness_max, **changes})
+
+
 def check_with(record: BatchRecord, rows: list[dict[str, Any]], staleness_max: int = 2) -> None:
-    check(record, rows, group_size=GROUP_SIZE, staleness_max=staleness_max)
+    check(record, rows, settings_of(staleness_max))
 
 
 def test_rows_come_in_the_order_of_the_batch_and_not_of_the_log(tmp_path: Path) -> None:
@@ -95,6 +101,30 @@ def test_a_group_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     doubled = record.model_copy(update={"members": (*record.members[:-1], record.members[0])})
     with pytest.raises(AssertionError, match="has samples"):
         check_with(doubled, gathered(world, doubled))
+
+
+def test_a_group_that_lost_samples_trains_with_two_or_more_where_the_policy_lets_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    record = world.batch(0)
+    rows = gathered(world, record)
+    partial = settings_of(2, group_size=3, scheduling={"group_policy": "partial"})
+    check(record, rows, partial)
+    with pytest.raises(AssertionError, match=r"has samples \[0, 1\]"):
+        check(record, rows, settings_of(2, group_size=3))
+    alone = record.model_copy(update={"members": record.members[1:]})
+    with pytest.raises(AssertionError, match=r"has samples \[1\]"):
+        check(alone, rows[1:], partial)
+    doubled = record.model_copy(update={"members": (record.members[0], *record.members)})
+    with pytest.raises(AssertionError, match=r"has samples \[0, 0, 1\]"):
+        check(doubled, [rows[0], *rows], partial)
+
+
+def test_a_member_of_no_group_of_the_batch_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    record = world.batch(0, [0, 0])
+    short = record.model_copy(update={"groups": record.groups[:1]})
+    with pytest.raises(AssertionError, match="members of no group"):
+        check_with(short, gathered(world, record))
 
 
 def test_a_group_that_stands_twice_is_refused(tmp_path: Path) -> None:

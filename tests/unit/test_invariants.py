@@ -31,6 +31,25 @@ def test_a_group_of_the_future_never_trains() -> None:
     assert not i.lag_allowed(step=3, version=4, staleness_max=8)
 
 
+@pytest.mark.parametrize(
+    ("indices", "policy", "may"),
+    [
+        ((0, 1, 2), "all", True),
+        ((2, 0, 1), "partial", True),
+        ((0, 2), "partial", True),
+        ((0, 2), "all", False),
+        ((1,), "partial", False),
+        ((0, 0, 1), "partial", False),
+        ((0, 1, 3), "partial", False),
+        ((), "partial", False),
+    ],
+)
+def test_a_group_of_three_trains_whole_or_with_two_where_it_may_lose_one(
+    indices: tuple[int, ...], policy: str, may: bool
+) -> None:
+    assert i.trains_whole(indices, 3, policy) is may
+
+
 def test_deadline_is_version_plus_k_but_no_later_than_the_last_step() -> None:
     assert i.deadline(3, 2, None) == 5
     assert i.deadline(3, 2, 10) == 5

@@ -42,6 +42,21 @@ def test_late_words_of_a_lost_engine_free_no_seat_and_its_requests_go_elsewhere(
     assert {issue.incarnation for issue in issued} == {2}
 
 
+def test_a_run_that_is_stopped_and_resumed_again_and_again_voids_nothing() -> None:
+    """G02. Each stop takes the engines along: that is no failure of what they had."""
+    driver = Driver()
+    waits = driver.mind.figures()["requests_running"]
+    for incarnation in range(2, 8):
+        said = driver.say(m.RunStarted(steps=4))
+        for engine in (0, 1):
+            said += driver.say(m.EngineGone(engine=engine, incarnation=None, reason="stopped", stopped=True))
+        assert [lost.stopped for lost in driver.said(m.EngineLost, said)] == [True, True]
+        for engine in (0, 1):
+            driver.join(engine, incarnation)
+        assert len(driver.said(m.Issue, driver.host_all())) == waits
+    assert driver.said(m.VoidGroup) == []
+
+
 def test_a_row_that_was_scored_while_its_request_waits_again_is_taken() -> None:
     driver = Driver()
     lost = [issue for issue in driver.out.values() if issue.engine == 0]

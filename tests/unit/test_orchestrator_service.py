@@ -6,11 +6,13 @@ import pytest
 
 from pipelines.models import write_tiny
 from schemas import messages as m
+from schemas.settings import Settings
 from schemas.topics import Topics
 from tests.archive_checker import check
 from tests.house import house, settings_of
 from workers.orchestrator import recovery
-from workers.orchestrator.service import Hands, read_journal
+from workers.orchestrator import service as orchestrator_service
+from workers.orchestrator.service import Hands, read_journal, read_tail
 from workers.orchestrator.service import serve as serve_orchestrator
 from workers.runtime import clock
 from workers.runtime.process import Process
@@ -62,6 +64,115 @@ def test_an_orchestrator_restarted_in_mid_run_goes_on_from_its_journal(tmp_path:
     journal = read_journal(bus, topics.journal)
     assert [record.sequence for record in journal] == list(range(len(journal)))
     assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]
+
+
+def test_a_restart_reads_the_journal_back_to_a_snapshot_and_not_to_its_beginning(tmp_path: Path, tiny: Path) -> None:
+    """Snapshots come every 40 events; the run is stopped after its first batch and goes on to a clean end."""
+    run_dir = tmp_path / "snapshots"
+    settings = settings_of(run_dir, tiny)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    with house(settings, run_dir, bus, snapshot_events=40) as running:
+        reader = bus.reader()
+        reader.add(topics.batches, 0, "earliest")
+        limit = clock.monotonic_s() + 60
+        while not reader.poll(1000):
+            assert clock.monotonic_s() < limit, "no batch within 60 s"
+        running.stop("orchestrator")
+        records, tail = read_journal(bus, topics.journal), read_tail(bus, topics.journal)
+        assert tail == records[-len(tail) :]
+        mind, events = recovery.recover(settings, tail)
+        assert mind.figures() == recovery.replay(settings, records).figures()
+        assert events < 40 + max(len(record.events) for record in records)
+        running.start("orchestrator", lambda process: serve_orchestrator(process, bus, 40))
+        running.wait_end()
+        assert running.codes["orchestrator"] == 0
+    assert check(run_dir) == []
+    journal = read_journal(bus, topics.journal)
+    assert [record.sequence for record in journal] == list(range(len(journal)))
+    assert sum(record.snapshot is not None for record in journal) > 1
+    assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]
+    assert recovery.replay(settings, journal).ended
+
+
+def test_a_tail_longer_than_its_first_piece_is_read_back_piece_by_piece(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transactions leave holes between the records; pieces of every length meet without loss."""
+    settings = settings_of(tmp_path / "pieces", tiny)
+    bus = MemoryBus()
+    process = _process_on(settings, tmp_path, bus)
+    hands = Hands(process, bus, snapshot_events=23)
+    for _ in range(40):
+        _idle_turn(hands)
+    hands.close()
+    records = read_journal(bus, process.topics.journal)
+    place = max(number for number, record in enumerate(records) if record.snapshot is not None)
+    for length in (1, 2, 3, 5, 8, 200):
+        monkeypatch.setattr(orchestrator_service, "TAIL_OFFSETS", length)
+        tail = read_tail(bus, process.topics.journal)
+        assert tail == records[-len(tail) :]
+        assert len(tail) >= len(records) - place
+        again = Hands(process, bus)
+        assert again.sequence == len(records)
+        assert again.mind.figures() == hands.mind.figures()
+        again.close()
+
+
+def test_a_snapshot_too_large_for_the_log_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(orchestrator_service, "SNAPSHOT_BYTES_MAX", 10)
+    settings = settings_of(tmp_path / "large", tiny)
+    bus = MemoryBus()
+    process = _process_on(settings, tmp_path, bus)
+    hands = Hands(process, bus, snapshot_events=5)
+    for _ in range(12):
+        _idle_turn(hands)
+    hands.close()
+    journal = read_journal(bus, process.topics.journal)
+    assert all(record.snapshot is None for record in journal)
+    assert [record.sequence for record in journal] == list(range(len(journal)))
+    assert "snapshot_too_large" in caplog.text
+    assert len(read_tail(bus, process.topics.journal)) == len(journal)
+
+
+def test_topics_and_weights_that_a_crash_left_behind_are_deleted_at_the_next_start(tmp_path: Path, tiny: Path) -> None:
+    run_dir = tmp_path / "left"
+    settings = settings_of(run_dir, tiny)
+    bus = MemoryBus()
+    topics = Topics(settings.name)
+    with house(settings, run_dir, bus, snapshot_events=40) as running:
+        running.wait_end()
+    process = Process("orchestrator", settings, run_dir)
+    mind = recovery.replay(settings, read_journal(bus, topics.journal))
+    gone = [version for version in range(mind.published + 1) if version not in mind.undeleted]
+    assert gone, "the run deleted no weights"
+    for version in (*gone, mind.published + 1):
+        (process.weights_dir / f"v{version:06d}").mkdir(exist_ok=True)
+    retired = [version for version in range(mind.published + 1) if version not in mind.unretired]
+    bus.make_topics(topics.requests_spec(version, 2) for version in (*retired, mind.published + 1))
+    hands = Hands(process, bus)
+    assert hands.retired == set(retired)
+    assert hands.store.versions() == [*mind.undeleted, mind.published + 1], "what is not announced yet is not its own"
+    hands._retire()
+    left = bus.topics(topics.prefix + "requests.")
+    assert sorted(left) == sorted(topics.requests(v) for v in (*mind.unretired, mind.published + 1))
+    hands.close()
+
+
+def _process_on(settings: Settings, run_dir: Path, bus: MemoryBus) -> Process:
+    process = Process("orchestrator", settings, run_dir)
+    bus.make_topics(process.topics.specs())
+    return process
+
+
+def _idle_turn(hands: Hands) -> None:
+    """One poll in which something was said: a record is written."""
+    producer = hands.bus.producer()
+    publish(producer, hands.topics.status, m.EngineGone(engine=9, incarnation=None, reason="nobody"))
+    publish(producer, hands.topics.status, m.EngineGone(engine=9, incarnation=None, reason="nobody"))
+    hands.turn()
 
 
 def test_an_unreadable_status_record_becomes_a_dead_letter_and_the_run_goes_on(tmp_path: Path, tiny: Path) -> None:

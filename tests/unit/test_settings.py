@@ -52,6 +52,15 @@ def test_unknown_key_below_a_dataset_names_the_way_there() -> None:
     assert _error(text) == "a.toml: unknown key dataset.0.columns.promt: did you mean dataset.0.columns.prompt?"
 
 
+def test_all_unknown_keys_are_named_at_once() -> None:
+    text = "stalenes_max = 2\n" + SMALL + '[dataset.columns]\npromt = "question"\n[engines]\nseat = 3\n'
+    assert _error(text).splitlines() == [
+        "a.toml: unknown key stalenes_max: did you mean staleness_max?",
+        "a.toml: unknown key dataset.0.columns.promt: did you mean dataset.0.columns.prompt?",
+        "a.toml: unknown key engines.seat: did you mean engines.seats?",
+    ]
+
+
 def test_unknown_key_that_is_near_nothing_lists_what_there_is() -> None:
     assert "unknown key zzz: known: broker, dataset, " in _error(SMALL, "zzz=1")
 

@@ -15,6 +15,9 @@ A group is opened with its version and keeps it. Each of its requests (one per s
        |             |   stopping (Swap sent, partial awaited)
        +-------------+------ partial, refused, failed, engine lost: issued again, attempt + 1
 
+With `group_policy = "partial"` a training group that has two others left goes on without a sample that failed too
+often (`dropped`); it is complete when those are scored. A group that is voided drops all that it has.
+
 A score may come before the word that the seat is free, so `scored` is reached from everywhere; what was given up but
 not yet issued again may still be heard to have finished. Seats and KV are not
 booked here but in `placement.py`, under the request's key: a seat may stay booked after the request was scored.
@@ -107,9 +110,14 @@ class Group:
     completed: int = -1
 
     @property
+    def members(self) -> tuple[Request, ...]:
+        """The samples that were not lost (`group_policy = "partial"`)."""
+        return tuple(request for request in self.requests if request.place is not Place.DROPPED)
+
+    @property
     def outcomes_vary(self) -> bool:
         """The signal: the verifier's verdicts differ, whatever their values (rewards are shaped, outcomes are not)."""
-        return len({request.score.outcome for request in self.requests if request.score is not None}) > 1
+        return len({request.score.outcome for request in self.members if request.score is not None}) > 1
 
 
 @dataclass(slots=True)
@@ -150,15 +158,26 @@ class Groups:
         self.changes += 1
         requests = tuple(Request(number, index, version, tokens_max) for index in range(size))
         group = Group(number, version, purpose, prompt_row, queued_at, requests, unscored=size)
-        self.table[number] = group
+        self.put(group)
         books = self.of(version)
-        self._count(group, 1)
-        books.unsampled += size
-        books.waiting += size
-        books.tokens += size * tokens_max
         books.largest = max(books.largest, tokens_max)
         books.queue.extend(requests)
         return group
+
+    def put(self, group: Group) -> None:
+        """Count a group in, as it is: new, or out of a snapshot."""
+        self.table[group.number] = group
+        if group.stage is Stage.COMPLETE:
+            self.complete[group.number] = group
+        if group.stage not in LIVE:
+            return
+        self._count(group, 1)
+        books = self.of(group.version)
+        for request in group.requests:
+            if request.place in UNSAMPLED:
+                books.unsampled += 1
+                books.tokens += request.tokens_max
+            books.waiting += request.place is Place.WAITING
 
     def of(self, version: int) -> VersionBooks:
         return self.versions.setdefault(version, VersionBooks())
@@ -198,6 +217,12 @@ class Groups:
         """Take a score; True if it was the group's last."""
         request.score = score
         self.move(request, Place.SCORED)
+        group.unscored -= 1
+        return group.unscored == 0
+
+    def lost(self, group: Group, request: Request) -> bool:
+        """The group goes on without this sample; True if all others are scored."""
+        self.move(request, Place.DROPPED)
         group.unscored -= 1
         return group.unscored == 0
 

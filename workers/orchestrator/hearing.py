@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from schemas import messages as m
 from schemas.ids import RequestKey
+from schemas.invariants import MEMBERS_MIN
 from schemas.settings import Settings
 from workers.orchestrator import window
 from workers.orchestrator.groups import UNSAMPLED, Group, Groups, Place, Request, Stage
@@ -41,7 +42,7 @@ class Hearing:
         self.chosen: list[Group] = []
         self.evaluated: list[int] = []
         """Versions whose evaluation round was opened."""
-        self.judged: tuple[object, ...] = ()
+        self.judged: tuple[window.Rules, int, int, bool] | None = None
         """What was so when a batch was last looked for: it is not looked for again before something changes."""
         self.blocked = False
         self.blocked_by_oldest_s = 0.0
@@ -98,7 +99,7 @@ class Hearing:
             case m.EngineGone():
                 engine = self.fleet.engines.get(event.engine)
                 if engine is not None and (event.incarnation is None or event.incarnation >= engine.incarnation):
-                    self._lose(engine, event.reason)
+                    self._lose(engine, event.reason, stopped=event.stopped)
             case m.CheckpointSaved():
                 self.checkpoints = event.kept
                 self.triggered = True
@@ -200,9 +201,11 @@ class Hearing:
                 self._fail(group, request, f"not scored: {word.error}")
             return
         self.changed = True
-        last = self.groups.scored(group, request, word)
-        if not last:
-            return
+        if self.groups.scored(group, request, word):
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        """All samples that it still has are scored."""
         if group.purpose == "eval":
             self.groups.end(group, Stage.EVALUATED)
             self.triggered = True
@@ -273,10 +276,26 @@ class Hearing:
 
     def _fail(self, group: Group, request: Request, reason: str) -> None:
         request.failures += 1
-        if request.failures > self.settings.scheduling.failures_max:
-            self._void(group, "failed", f"sample {request.index}: {reason}")
-        else:
+        if request.failures <= self.settings.scheduling.failures_max:
             self._requeue(request)
+        elif self._may_lose_one(group):
+            self._lose_sample(group, request, reason)
+        else:
+            self._void(group, "failed", f"sample {request.index}: {reason}")
+
+    def _may_lose_one(self, group: Group) -> bool:
+        """An advantage needs two samples to compare."""
+        partial = self.settings.scheduling.group_policy == "partial" and group.purpose == "train"
+        return partial and len(group.members) > MEMBERS_MIN
+
+    def _lose_sample(self, group: Group, request: Request, reason: str) -> None:
+        names = {"group": group.number, "index": request.index, "version": group.version}
+        self.effects.append(m.SampleLost(**names, reason=reason))
+        if request.place in (Place.ENGINE, Place.STOPPING):
+            self._drop([request])
+        self.triggered = True
+        if self.groups.lost(group, request):
+            self._judge(group)
 
     def _drop(self, requests: list[Request]) -> None:
         """Tell the engines to stop these and keep nothing. A loading engine stops them anyway."""
@@ -292,7 +311,7 @@ class Hearing:
     def _void(self, group: Group, reason: m.VoidReason, detail: str) -> None:
         self.effects.append(m.VoidGroup(group=group.number, version=group.version, reason=reason, detail=detail))
         self._drop([request for request in group.requests if request.place in (Place.ENGINE, Place.STOPPING)])
-        for request in group.requests:
+        for request in group.members:
             self.groups.move(request, Place.DROPPED)
         self.groups.end(group, Stage.VOIDED)
         self.triggered = True
@@ -301,13 +320,19 @@ class Hearing:
             if self.voids_in_row >= self.settings.scheduling.voids_in_row_max:
                 self._end("failed", f"{self.voids_in_row} groups in a row were voided, the last one {reason}: {detail}")
 
-    def _lose(self, engine: Engine, reason: str) -> None:
-        self.effects.append(m.EngineLost(engine=engine.number, incarnation=engine.incarnation, reason=reason))
+    def _lose(self, engine: Engine, reason: str, *, stopped: bool = False) -> None:
+        """Its requests go elsewhere: a failure of theirs, but for an engine that was stopped with the run."""
+        names = {"engine": engine.number, "incarnation": engine.incarnation}
+        self.effects.append(m.EngineLost(reason=reason, stopped=stopped, **names))
         self.fleet.lose(engine)
         self.triggered = True
         for key in engine.booked:
             found = self.groups.current(key)
-            if found is not None and found[1].place in (Place.ENGINE, Place.STOPPING):
+            if found is None or found[1].place not in (Place.ENGINE, Place.STOPPING):
+                continue
+            if stopped:
+                self._requeue(found[1])
+            else:
                 self._fail(*found, f"engine {engine.number} was lost")
 
     def _end(self, outcome: m.EndOutcome, reason: str) -> None:

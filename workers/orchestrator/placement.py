@@ -67,8 +67,13 @@ class Fleet:
     def join(self, word: Joined, heard: int) -> None:
         assert word.engine not in self.engines, f"engine {word.engine} is up already"
         limits = (word.seats, word.kv_tokens_max, word.tokens_per_request_max)
-        self.engines[word.engine] = Engine(word.engine, word.incarnation, *limits, heard=heard)
+        self.put(Engine(word.engine, word.incarnation, *limits, heard=heard))
+
+    def put(self, engine: Engine) -> None:
+        """Take an engine in, as it is: new, or out of a snapshot."""
+        self.engines[engine.number] = engine
         self._see_limit()
+        self._see(engine)
 
     def lose(self, engine: Engine) -> None:
         """Forget the engine; no later word of this incarnation or an older one is heard."""

@@ -4,7 +4,9 @@ Rule 1: the mind decides everything; this file only turns records into events an
 Rule 2: one poll = one transaction: the journal record (input positions, events, effects) and all records that carry
 the effects out. A crash leaves nothing half done; a second orchestrator is fenced by the log.
 Rule 3: what is not a record (topics, files) is made before the transaction and deleted after it; both are idempotent
-and done again from the journal after a restart.
+and done again after a restart: what is there is compared with what the mind still needs.
+Rule 4: every so many events a snapshot of the mind follows in the journal, in the same transaction. A restart reads the
+journal back to the newest one.
 """
 
 from collections import OrderedDict
@@ -12,8 +14,9 @@ from collections import OrderedDict
 from schemas import messages as m
 from schemas.codec import BadRecord, decode
 from schemas.ids import Position, sampling_seed
-from schemas.topics import version_key
-from workers.orchestrator.recovery import inputs, replay
+from schemas.topics import RECORD_BYTES_MAX, version_key
+from workers.orchestrator import snapshot
+from workers.orchestrator.recovery import inputs, newest, recover
 from workers.runtime import clock
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
@@ -29,11 +32,16 @@ COMMIT_TIMEOUT_S = 60.0
 PAYLOADS_MAX = 20_000
 """Prompts and partials kept at hand; what was dropped is read from the log again."""
 RECORDS_PER_POLL_MAX = 2_000
+SNAPSHOT_EVENTS = 5_000
+"""Events between two snapshots of the mind: a restart hears again so many and those of one poll at most."""
+SNAPSHOT_BYTES_MAX = RECORD_BYTES_MAX - (1 << 20)
+TAIL_OFFSETS = 256
+"""The journal is read backwards in pieces; this is the first one, each further one is twice as long."""
 
 
-def serve(process: Process, bus: Bus) -> int:
+def serve(process: Process, bus: Bus, snapshot_events: int = SNAPSHOT_EVENTS) -> int:
     """Run until the mind ends the run (0) or the process is told to stop (0)."""
-    hands = Hands(process, bus)
+    hands = Hands(process, bus, snapshot_events)
     try:
         while not (hands.started and hands.mind.ended) and not process.stopping.is_set():
             hands.turn()
@@ -45,17 +53,18 @@ def serve(process: Process, bus: Bus) -> int:
 class Hands:
     """One orchestrator on one log."""
 
-    def __init__(self, process: Process, bus: Bus) -> None:
+    def __init__(self, process: Process, bus: Bus, snapshot_events: int = SNAPSHOT_EVENTS) -> None:
         self.process, self.bus, self.topics = process, bus, process.topics
         self.store = Store(process.weights_dir)
         self.producer = bus.producer(self.topics.transactional_id)
-        journal = read_journal(bus, self.topics.journal)
-        self.mind = replay(process.settings, journal)
-        self.sequence = len(journal)
+        self.snapshot_events = snapshot_events
+        journal = read_tail(bus, self.topics.journal)
+        self.mind, self.unsaved = recover(process.settings, journal)
+        self.sequence = journal[-1].sequence + 1 if journal else 0
         self.inputs = {self._input(kind): 0 for kind in ("prompts", "partials", "weights", "status")}
         self.inputs.update(inputs(journal))
         self.retired: set[int] = set()
-        self._do_again(journal)
+        self._do_again()
         self.reader = bus.reader()
         for name, offset in self.inputs.items():
             topic, partition = name.rsplit("/", 1)
@@ -65,7 +74,8 @@ class Hands:
         self.decide_s = 0.0
         self.started = False
         self.letters: list[m.DeadLetter] = []
-        process.log.info("journal_replayed", records=len(journal), ended=self.mind.ended)
+        told = {"records": self.sequence, "read": len(journal), "events": self.unsaved}
+        process.log.info("journal_replayed", **told, ended=self.mind.ended)
 
     def close(self) -> None:
         self.reader.close()
@@ -138,24 +148,34 @@ class Hands:
             if isinstance(effect, m.MakeVersion):
                 self._make_version(effect.version)
         self._fetch_payloads([effect for effect in effects if isinstance(effect, m.Issue)])
-        journal = m.JournalRecord(
-            run=self.process.run,
-            sequence=self.sequence,
-            inputs=dict(self.inputs),
-            events=tuple(events),
-            effects=tuple(effects),
-        )
         self.producer.begin()
-        publish(self.producer, self.topics.journal, journal)
+        self._write_down(events, effects)
         for effect in effects:
             self._send(effect)
         for letter in self.letters:
             publish(self.producer, self.topics.dead_letters, letter)
-        self._send_metrics(stepped=any(isinstance(effect, m.BatchRecord) for effect in effects))
+        self._send_metrics(stepped=any(isinstance(effect, m.BatchRecord | m.EndRun) for effect in effects))
         self.producer.commit(COMMIT_TIMEOUT_S)
-        self.sequence += 1
         self.letters.clear()
         self._afterwards(effects)
+
+    def _write_down(self, events: list[m.Event], effects: list[m.Effect]) -> None:
+        """The poll's journal record, and a snapshot behind it when enough was heard since the last one."""
+        about = {"run": self.process.run, "inputs": dict(self.inputs)}
+        record = m.JournalRecord(**about, sequence=self.sequence, events=tuple(events), effects=tuple(effects))
+        publish(self.producer, self.topics.journal, record)
+        self.sequence += 1
+        self.unsaved += len(events)
+        if self.unsaved < self.snapshot_events:
+            return
+        self.unsaved = 0
+        text = snapshot.pack(snapshot.take(self.mind))
+        if len(text) > SNAPSHOT_BYTES_MAX:
+            self.process.log.warning("snapshot_too_large", bytes=len(text), limit=SNAPSHOT_BYTES_MAX)
+            return
+        record = m.JournalRecord(**about, sequence=self.sequence, events=(), effects=(), snapshot=text)
+        publish(self.producer, self.topics.journal, record)
+        self.sequence += 1
 
     def _send(self, effect: m.Effect) -> None:
         match effect:
@@ -246,16 +266,15 @@ class Hands:
     def _make_version(self, version: int) -> None:
         self.bus.make_topics([self.topics.requests_spec(version, self.process.settings.engines.count)])
 
-    def _do_again(self, journal: list[m.JournalRecord]) -> None:
-        """After a restart: topics and files that a crash may have left undone."""
-        for effect in (effect for record in journal for effect in record.effects):
-            match effect:
-                case m.RetireVersion():
-                    self.retired.add(effect.version)
-                case m.DeleteWeights():
-                    self.store.delete(effect.version)
-                case _:
-                    pass
+    def _do_again(self) -> None:
+        """After a restart: topics and files that a crash may have left behind. A version that was written but is not
+        announced yet is not the mind's business."""
+        mind, prefix = self.mind, self.topics.prefix + "requests.v"
+        there = [int(name.removeprefix(prefix)) for name in self.bus.topics(prefix)]
+        self.retired = {v for v in there if v <= mind.published and v not in mind.unretired}
+        for version in self.store.versions():
+            if version <= mind.published and version not in mind.undeleted:
+                self.store.delete(version)
 
     def _retire(self) -> None:
         """Delete the requests topics of retired versions that the archive has read to their end."""
@@ -279,10 +298,27 @@ class Hands:
 
 def read_journal(bus: Bus, topic: str) -> list[m.JournalRecord]:
     """All records of the journal so far. BadRecord stops the process: a journal with a hole is no history."""
-    reader = bus.reader()
-    reader.add(topic, 0, "earliest")
+    return _read(bus, topic, 0, bus.end_offsets(topic)[0])
+
+
+def read_tail(bus: Bus, topic: str) -> list[m.JournalRecord]:
+    """The last records of the journal, back to a snapshot that can be read; all, if there is none. BadRecord."""
+    start, length = bus.end_offsets(topic)[0], TAIL_OFFSETS
     records: list[m.JournalRecord] = []
-    while not reader.at_end():
-        records += [decode(m.JournalRecord, record.value, record.headers) for record in reader.poll(POLL_MS)]
+    while start > 0 and newest(records)[1] is None:
+        stop, start, length = start, max(0, start - length), 2 * length
+        records = _read(bus, topic, start, stop) + records
+    return records
+
+
+def _read(bus: Bus, topic: str, start: int, stop: int) -> list[m.JournalRecord]:
+    """The records from offset `start` up to `stop`; transactions leave offsets without a record."""
+    reader = bus.reader()
+    reader.add(topic, 0, start)
+    records: list[m.JournalRecord] = []
+    while reader.position(topic, 0) < stop and not reader.at_end():
+        for record in reader.poll(POLL_MS):
+            if record.offset < stop:
+                records.append(decode(m.JournalRecord, record.value, record.headers))
     reader.close()
     return records

@@ -8,6 +8,8 @@ Rule 2: arithmetic of lag is in `window.py`, shares of engines in `partition.py`
 `groups.py`, what words change in `hearing.py`.
 """
 
+from collections import Counter
+
 from schemas import messages as m
 from workers.orchestrator import partition, window
 from workers.orchestrator.groups import Group, Place, Request, Stage
@@ -81,7 +83,7 @@ class Mind(Hearing):
 
     def _batch(self, exhausted: bool) -> m.BatchRecord:
         members = []
-        for request in (request for group in self.chosen for request in group.requests):
+        for request in (request for group in self.chosen for request in group.members):
             score = request.score
             assert score is not None, f"{request.key} was chosen without a score"
             place = {"partition": score.partition, "offset": score.offset, "row": score.row}
@@ -239,6 +241,7 @@ class Mind(Hearing):
     def figures(self) -> dict[str, float]:
         """What `dora status` and the metrics show."""
         versions = self.groups.versions.values()
+        complete = Counter(group.version for group in self.groups.complete.values())
         return {
             "version": self.published,
             "step_next": self.step_next,
@@ -256,4 +259,6 @@ class Mind(Hearing):
             "lag_oldest": self.step_next - min((v for v, _ in self.groups.live_by_version()), default=self.step_next),
             "prompts_unread": len(self.rows.unread),
             "blocked_by_oldest_s": self.blocked_by_oldest_s,
+            **{f"groups_live/lag_{self.step_next - version}": n for version, n in self.groups.live_by_version()},
+            **{f"groups_complete/lag_{self.step_next - version}": n for version, n in complete.items()},
         }

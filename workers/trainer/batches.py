@@ -3,8 +3,8 @@
 Rule 1: rows are found by (partition, offset, row), never by order of arrival. The stream `trajectories` is read ahead
    into memory; what is no longer (or not yet) there is read from the log by position.
 Rule 2: a row that may not be trained is our bug: the mind chose it. So it is an `assert`, and it comes before the
-   gradient: valid columns, the member's own row, one version per group, whole groups, and the lag (I1), looked at here
-   a second time by the same predicate as when the batch was chosen.
+   gradient: valid columns, the member's own row, one version per group, whole groups (or what `group_policy` leaves of
+   them), and the lag (I1), looked at here a second time by the same predicate as when the batch was chosen.
 """
 
 from collections import Counter
@@ -15,8 +15,9 @@ from typing import Any
 from schemas.arrow import invalid_reason, to_rows, to_table
 from schemas.codec import check_schema
 from schemas.ids import Position
-from schemas.invariants import lag_allowed
+from schemas.invariants import lag_allowed, trains_whole
 from schemas.messages import BatchRecord, Member
+from schemas.settings import Settings
 from schemas.topics import SCORE_PARTITIONS, Topics
 from workers.transport.records.bus import Bus, Record
 
@@ -29,8 +30,9 @@ _POLL_RECORDS = 500
 Row = dict[str, Any]
 
 
-def check(record: BatchRecord, rows: Sequence[Row], *, group_size: int, staleness_max: int) -> None:
+def check(record: BatchRecord, rows: Sequence[Row], settings: Settings) -> None:
     """AssertionError if step `record.step` may not train these rows (one per member, in order)."""
+    staleness_max, policy = settings.lag_max, settings.scheduling.group_policy
     versions = dict(record.groups)
     assert len(versions) == len(record.groups), f"step {record.step}: a group stands in the batch twice"
     for (group, version), members in _in_order(record):
@@ -38,8 +40,10 @@ def check(record: BatchRecord, rows: Sequence[Row], *, group_size: int, stalenes
             f"step {record.step}: group {group} of version {version} has lag {record.step - version} > {staleness_max}"
         )
         indices = sorted(member.index for member in members)
-        assert indices == list(range(group_size)), f"step {record.step}: group {group} has samples {indices}"
-    assert len(record.members) == group_size * len(versions), f"step {record.step}: members of no group of the batch"
+        whole = trains_whole(indices, settings.group_size, policy)
+        assert whole, f"step {record.step}: group {group} has samples {indices}"
+    strangers = {member.group for member in record.members} - set(versions)
+    assert not strangers, f"step {record.step}: members of no group of the batch: {strangers}"
     for member, row in zip(record.members, rows, strict=True):
         where = f"step {record.step}: row {member.row} at {member.partition}/{member.offset}"
         said: Row = {"group": member.group, "index": member.index, "attempt": member.attempt}

@@ -10,7 +10,8 @@ from workers.transport.weights.manifest import RawTensor
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory as the learner needs it; `advantage` belongs to all its tokens.
+    """One trajectory as the learner needs it; `advantage` belongs to all its tokens. Samples of one `group` follow one
+    another.
 
     prompt_ids [P], response_ids [R], logprobs [R] (behaviour, at `temperature`), loss_mask [R].
     """
@@ -21,6 +22,7 @@ class Sample:
     loss_mask: Sequence[bool]
     temperature: float
     advantage: float
+    group: int = 0
 
 
 class Learner(Protocol):

@@ -152,10 +152,10 @@ class MegatronLearner:
 
     def _updates(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
         """Consecutive whole groups, as even as can be; fewer updates where there are fewer groups."""
-        size = self._settings.group_size
-        groups = -(-len(samples) // size)
-        count = max(1, min(self._settings.training.updates_per_step, groups))
-        edges = [size * (groups * number // count) for number in range(count + 1)]
+        pairs = itertools.pairwise(samples)
+        begins = [0, *(place for place, (one, next_) in enumerate(pairs, 1) if one.group != next_.group)]
+        count = min(self._settings.training.updates_per_step, len(begins))
+        edges = [begins[len(begins) * number // count] for number in range(count)] + [len(samples)]
         return [samples[start:end] for start, end in itertools.pairwise(edges)]
 
     def _update(self, pieces: list[_Piece]) -> tuple[dict[str, float], float]:
