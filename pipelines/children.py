@@ -11,13 +11,15 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 
-from pipelines.processes import ProcessSpec
 from workers.runtime import clock
 from workers.runtime.errors import BadInput
+
+if TYPE_CHECKING:  # `dora status` looks at the lock only, and must answer at once
+    from pipelines.processes import ProcessSpec
 
 LOCK = "supervisor.json"
 
@@ -26,7 +28,7 @@ LOCK = "supervisor.json"
 class Child:
     """A running worker."""
 
-    spec: ProcessSpec
+    spec: "ProcessSpec"
     popen: "subprocess.Popen[bytes]"
     started_at: int
     log: Path
@@ -52,7 +54,7 @@ class Child:
         return "\n".join("  " + line for line in lines[-count:])
 
 
-def start(spec: ProcessSpec, log: Path) -> Child:
+def start(spec: "ProcessSpec", log: Path) -> Child:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         popen = subprocess.Popen(

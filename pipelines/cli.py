@@ -24,29 +24,41 @@ app = typer.Typer(
 )
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object (or one per line) instead of text.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+RunsDir = Annotated[
+    Path, typer.Option(metavar="DIR", help="Where names of runs are looked up.", envvar="DORA_RUNS_DIR")
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a setting.")]
 
 
 @contextmanager
 def _faults() -> Iterator[None]:
     """A person's mistake: exit 2, the world's fault: exit 1, said once on stderr; our own bugs keep a traceback."""
-    from schemas.settings import SettingsError
-    from workers.runtime.errors import BadInput, DoraError
-    from workers.transport.records.bus import BusUnavailable
-
     try:
         yield
-    except (BadInput, SettingsError) as error:
-        print(f"dora: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except (DoraError, BusUnavailable) as error:
-        print(f"dora: {type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    except typer.Exit:
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except Exception as error:
+        code = _code_of(error)
+        if code is None:
+            raise
+        print(f"dora: {error}" if code == 2 else f"dora: {type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(code) from None
+
+
+def _code_of(error: Exception) -> int | None:
+    """The exit code of a known fault. (Imported here: what goes well pays for no names of faults.)"""
+    from schemas.settings import SettingsError
+    from workers.runtime.errors import BadInput, DoraError
+    from workers.transport.records.bus import BusUnavailable
+
+    if isinstance(error, BadInput | SettingsError):
+        return 2
+    return 1 if isinstance(error, DoraError | BusUnavailable) else None
 
 
 @app.command()
@@ -92,14 +104,23 @@ def validate(
 
 
 @app.command()
-def status(run: Run, as_json: AsJson = False) -> None:
-    """Where a run stands: step, versions, engines, queues, lag, rates."""
+def status(
+    run: Run,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on every second until the run ends.")] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Where a run stands: window, versions, engines, queues, lag, rates, faults."""
     with _faults():
         from pipelines import status as view
-        from pipelines.config_file import find_run
+        from pipelines.runs import find_run
 
-        said = view.status_of(find_run(run))
-        print(json.dumps(said) if as_json else view.as_text(said))
+        folder = find_run(run, runs_dir)
+        if watch:
+            view.watch(folder, as_json, threading.Event().wait)
+        else:
+            said = view.status_of(folder)
+            print(view.as_json(said) if as_json else view.as_text(said))
 
 
 @app.command()
@@ -108,13 +129,16 @@ def tap(
     topic: Annotated[str, typer.Argument(metavar="TOPIC")] = "trajectories",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Read a stream of a run without touching it: live from the broker, later from the archive."""
     with _faults():
         from pipelines import tap as stream
-        from pipelines.config_file import find_run
+        from pipelines.runs import find_run
 
-        for line in stream.lines(topic, stream.rows(find_run(run), topic, follow, threading.Event()), as_json):
+        for line in stream.lines(
+            topic, stream.rows(find_run(run, runs_dir), topic, follow, threading.Event()), as_json
+        ):
             print(line, flush=follow)
 
 
@@ -124,13 +148,14 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     version: Annotated[int, typer.Option(help="Which version.", min=0)],
     as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a version as a Hugging Face folder."""
     with _faults():
-        from pipelines.config_file import find_run
         from pipelines.export import export as copy
+        from pipelines.runs import find_run
 
-        record = copy(find_run(run), version, folder)
+        record = copy(find_run(run, runs_dir), version, folder)
         said = {"folder": str(folder.resolve()), "version": version, "fingerprint": record.fingerprint}
         print(json.dumps(said) if as_json else f"version {version} is in {folder}")
 

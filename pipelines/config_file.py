@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from pipelines.runs import RESOLVED
 from schemas.settings import Settings, SettingsError, parse_settings
 from workers.runtime.errors import BadInput
-
-RESOLVED = "config.toml"
 
 
 def read_settings(config: Path, overrides: Iterable[str] = ()) -> Settings:
@@ -45,14 +44,6 @@ def write_resolved(settings: Settings, run_dir: Path) -> None:
     unfinished = run_dir / f"{RESOLVED}.tmp"
     unfinished.write_text(tomli_w.dumps(settings.model_dump(mode="json")), encoding="utf-8")
     unfinished.replace(run_dir / RESOLVED)
-
-
-def find_run(run: str) -> Path:
-    """The folder of a run: its path, or its name under `runs`. BadInput."""
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / RESOLVED).is_file():
-            return folder.resolve()
-    raise BadInput(f"no run {run!r}: neither {run} nor runs/{run} has a {RESOLVED}")
 
 
 def refuse_changes(before: Settings, after: Settings) -> None:

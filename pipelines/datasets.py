@@ -6,7 +6,7 @@ Columns: prompt, answer; optional max_new_tokens (int), metadata (object), id (u
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,18 +57,20 @@ def read_rows(path: Path, columns: Columns, rows_max: int = 0) -> tuple[Row, ...
     rows: list[Row] = []
     faults: list[str] = []
     seen: dict[str, str] = {}
+    lacks = _Lacks(path, columns)
     for number, line in _lines(path):
         if rows_max and len(rows) + len(faults) >= rows_max:
             break
         place = f"row {len(rows) + len(faults)} (line {number})"
         try:
             record = _record(line)
-            _refuse_missing_columns(path, record, columns)
+            lacks.look(record)
             row = _row(place, record, columns)
             _refuse_double_id(record, place, seen)
             rows.append(row)
         except _BadRow as fault:
             faults.append(f"{place}: {fault}")
+    lacks.refuse()
     if faults:
         shown = "\n  ".join(faults[:FAULTS_SHOWN_MAX])
         more = f"\n  and {len(faults) - FAULTS_SHOWN_MAX} more" if len(faults) > FAULTS_SHOWN_MAX else ""
@@ -126,15 +128,35 @@ def _record(line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_missing_columns(path: Path, record: Mapping[str, Any], columns: Columns) -> None:
-    """A column that a row does not have at all is a mapping mistake: refused at once, for the file."""
-    for role, name in (("prompt", columns.prompt), ("answer", columns.answer)):
-        if name not in record:
-            there = ", ".join(sorted(record)) or "none"
-            raise BadInput(
-                f"{path}: there is no column {name!r} for the {role}; the columns are: {there}. "
-                f'Name the right one: [dataset.columns] {role} = "..."'
-            )
+class _Lacks:
+    """Columns that rows do not have at all: in one row its own mistake, in all rows a mistake of the mapping."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._path, self._roles = path, {"prompt": columns.prompt, "answer": columns.answer}
+        self._never = dict(self._roles)
+        """Roles whose column no row had so far."""
+        self._seen: set[str] = set()
+
+    def look(self, record: Mapping[str, Any]) -> None:
+        """_BadRow if this row lacks one."""
+        self._seen |= record.keys()
+        self._never = {role: name for role, name in self._never.items() if name not in record}
+        missing = [name for name in self._roles.values() if name not in record]
+        if missing:
+            raise _BadRow(f"no {' and no '.join(map(repr, missing))}; it has {_names(record)}")
+
+    def refuse(self) -> None:
+        """BadInput for the file, once all rows were looked at."""
+        for role, name in self._never.items():
+            if self._seen:
+                raise BadInput(
+                    f"{self._path}: there is no column {name!r} for the {role}; the columns are: {_names(self._seen)}. "
+                    f'Name the right one: [dataset.columns] {role} = "..."'
+                )
+
+
+def _names(columns: Iterable[str]) -> str:
+    return ", ".join(sorted(columns)) or "none"
 
 
 def _row(place: str, record: Mapping[str, Any], columns: Columns) -> Row:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from pipelines.device import best_dtype
+
 MEMORY_GIB_MIN = 6
 DISK_GIB_MIN = 5
 _NEEDED = {
@@ -35,7 +37,7 @@ class Check:
 
 def checks(folder: Path) -> list[Check]:
     """All checks, for runs under `folder`."""
-    return [_python(), _cores(), _memory(), _disk(folder), *_libraries(), _java(), _model()]
+    return [_python(), _cores(), _dtype(), _memory(), _disk(folder), *_libraries(), _java(), _model()]
 
 
 def _python() -> Check:
@@ -46,6 +48,10 @@ def _python() -> Check:
 def _cores() -> Check:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check("cores", count >= 2, str(count), "two cores or more: engines and trainer compute at the same time")
+
+
+def _dtype() -> Check:
+    return Check("dtype", True, f"auto = {best_dtype()} here")
 
 
 def _memory() -> Check:

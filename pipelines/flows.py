@@ -21,8 +21,8 @@ from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
 from pipelines import pictures
+from pipelines.snapshot import Snapshot
 from pipelines.supervise import Outcome, StopRequest
-from pipelines.tally import Snapshot
 from schemas.settings import Settings
 from workers.runtime.log import Log
 
@@ -122,7 +122,7 @@ class Reporter(threading.Thread):
             self._stop_request.ask("suspended", "suspended in the Prefect UI")
 
     def _show(self, client: SyncPrefectClient, snapshot: Snapshot) -> None:
-        markdown = pictures.markdown(snapshot, self._settings)
+        markdown = pictures.markdown(snapshot)
         if self._artifact is None:
             key = "".join(c if c.isalnum() else "-" for c in f"report-{self._settings.name}".lower())
             create = ArtifactCreate(key=key, type="markdown", data=markdown, flow_run_id=self._flow_run)

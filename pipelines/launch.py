@@ -8,6 +8,7 @@ Rule 2: SIGINT and SIGTERM stop the run within seconds; `--resume` goes on from 
 
 import contextlib
 import logging
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,12 @@ from pathlib import Path
 
 from pipelines import config_file, report, validate
 from pipelines.children import RunLock
+from pipelines.local_services import StartStopped
 from pipelines.progress import ProgressView
+from pipelines.runs import RESOLVED, STATUS
 from pipelines.services import Services
+from pipelines.snapshot import Snapshot
 from pipelines.supervise import Outcome, StopRequest, Supervisor
-from pipelines.tally import Snapshot
 from schemas.settings import Settings
 from schemas.topics import Topics
 from workers.runtime.errors import BadInput, DoraError
@@ -49,7 +52,11 @@ def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
         config_file.write_resolved(settings, run_dir)
         if cleared:
             print(f"ended what a crash had left running: {', '.join(cleared)}", file=sys.stderr)
-        return _run(settings, run_dir, lock, resume)
+        return _run(settings, run_dir, lock)
+    except BadInput:
+        if not resume and not (run_dir / STATUS).is_file():
+            shutil.rmtree(run_dir)
+        raise
     finally:
         lock.release()
 
@@ -60,6 +67,8 @@ def _resumed(settings: Settings) -> Settings:
     before = config_file.read_resolved(Path(settings.runs_dir) / settings.name)
     if settings.model != before.model:
         settings = settings.model_copy(update={"model": str(validate.resolve(settings.model))})
+    if settings.dtype == "auto":
+        settings = settings.model_copy(update={"dtype": before.dtype})
     config_file.refuse_changes(before, settings)
     return settings
 
@@ -91,27 +100,39 @@ def _log_to(run_dir: Path) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _run(settings: Settings, run_dir: Path, lock: RunLock, resume: bool) -> int:
+def _run(settings: Settings, run_dir: Path, lock: RunLock) -> int:
+    stop = StopRequest()
+    with _signals(stop):
+        outcome, ui = _under_way(settings, run_dir, lock, stop)
+    return _finish(settings, run_dir, outcome, ui)
+
+
+def _under_way(settings: Settings, run_dir: Path, lock: RunLock, stop: StopRequest) -> tuple[Outcome, str]:
+    """From the first service to the last: how the run ended, and where its UI was. Whoever asks at the start that it
+    stops is heard then."""
     from workers.transport.records.kafka_bus import open_bus
 
-    stop = StopRequest()
-    services = Services(settings, run_dir, lock)
+    services = Services(settings, run_dir, lock, lambda: stop.asked)
     bus: Bus | None = None
     try:
-        with _signals(stop), ProgressView() as view:
+        with ProgressView() as view:
             services.start_broker()
             services.start_prefect()
+            if stop.outcome is not None:
+                return stop.outcome, services.ui
             view.say(f"run folder {run_dir}" + (f", Prefect UI {services.ui}" if services.prefect else ""))
             bus = open_bus(settings, services.broker)
-            if not resume:
+            if not (run_dir / STATUS).is_file():
                 _refuse_foreign_topics(bus, settings)
             supervisor = Supervisor(settings, run_dir, services.broker, bus, lock=lock, keep_services=services.keep)
-            outcome = _supervise(settings, supervisor, stop, services, view)
+            return _supervise(settings, supervisor, stop, services, view), services.ui
+    except StartStopped:
+        assert stop.outcome is not None
+        return stop.outcome, services.ui
     finally:
         if bus is not None:
             bus.close()
         services.stop()
-    return _finish(settings, run_dir, outcome, services.ui)
 
 
 def _supervise(
@@ -133,6 +154,7 @@ def _supervise(
 
 
 def _refuse_foreign_topics(bus: Bus, settings: Settings) -> None:
+    """Of a run that never began nothing can be on the log, with `--resume` or without."""
     there = bus.topics(Topics(settings.name).prefix)
     if there:
         raise BadInput(
@@ -156,7 +178,7 @@ def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> int
     if outcome.kind == "failed":
         print(f"dora: the run failed: {outcome.reason}", file=sys.stderr)
     elif outcome.kind != "done":
-        hint = f"dora run {run_dir / config_file.RESOLVED} --resume"
+        hint = f"dora run {run_dir / RESOLVED} --resume"
         print(f"dora: {outcome.kind}: {outcome.reason}. Go on with: {hint}", file=sys.stderr)
     return outcome.exit_code
 

@@ -9,6 +9,7 @@ Rule 4: what others wait for has a limit, and what goes wrong is a `ServiceFaile
 """
 
 import base64
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -69,6 +70,10 @@ class ServiceFailed(DoraError):
     """A local service did not start."""
 
 
+class StartStopped(ServiceFailed):
+    """Somebody does not want the service any more before it answers."""
+
+
 class HomeInUse(DoraError):
     """Another service runs on this home."""
 
@@ -89,12 +94,17 @@ class Service:
         try:
             self.process.wait(STOP_S_MAX)
         except subprocess.TimeoutExpired:
-            _signal(self.pid, signal.SIGKILL, self.process)
-            self.process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to it and to what it started."""
+        _signal(self.pid, signal.SIGKILL, self.process)
+        self.process.wait()
 
 
-def start_kafka(home: Path) -> Service:
-    """An Apache Kafka broker with its data in `home`. HomeInUse, ServiceFailed.
+def start_kafka(home: Path, *, wait: bool = True, stopped: Callable[[], bool] = lambda: False) -> Service:
+    """An Apache Kafka broker with its data in `home`. HomeInUse, ServiceFailed, StartStopped once `stopped` says so.
+    Without `wait` it may not answer yet.
 
     The first start on a machine fetches the jars (43 MB); later ones need no network.
     """
@@ -108,7 +118,7 @@ def start_kafka(home: Path) -> Service:
         java = [_java(), "-Xmx384m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         java += [f"-Dlog4j2.configurationFile={(folder / 'log4j2.yaml').as_uri()}", "-cp", _classpath()]
         if not (folder / "data" / "meta.properties").exists():
-            _format(java, properties, home / "kafka.log")
+            _format(java, properties, home / "kafka.log", stopped)
         return _start(
             lock,
             name="kafka",
@@ -117,12 +127,13 @@ def start_kafka(home: Path) -> Service:
             env=os.environ,
             address=f"127.0.0.1:{broker}",
             ports=(broker, controller),
-            healthy=lambda: _listens(broker),
+            healthy=(lambda: _listens(broker)) if wait else None,
+            stopped=stopped,
         )
 
 
-def start_prefect(home: Path) -> Service:
-    """A Prefect server with its database in `home`/prefect. HomeInUse, ServiceFailed."""
+def start_prefect(home: Path, *, stopped: Callable[[], bool] = lambda: False) -> Service:
+    """A Prefect server with its database in `home`/prefect. HomeInUse, ServiceFailed, StartStopped."""
     home = home.resolve()
     (home / "prefect").mkdir(parents=True, exist_ok=True)
     with _lock(home, "prefect") as lock:
@@ -146,6 +157,7 @@ def start_prefect(home: Path) -> Service:
             address=address,
             ports=(port,),
             healthy=lambda: _answers(f"{address}/health"),
+            stopped=stopped,
         )
 
 
@@ -202,8 +214,10 @@ def _start(
     env: Mapping[str, str],
     address: str,
     ports: Sequence[int],
-    healthy: Callable[[], bool],
+    healthy: Callable[[], bool] | None,
+    stopped: Callable[[], bool],
 ) -> Service:
+    """The service, once it is healthy (None: at once)."""
     log = Path(lock.name).with_suffix(".log")
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: the child may not load anything
     parent = os.getpid()
@@ -230,16 +244,23 @@ def _start(
     lock.write(json.dumps({"pid": process.pid, "address": address, "ports": list(ports)}))
     lock.flush()
     service = Service(name, address, process.pid, log, process)
+    if healthy is None:
+        return service
     try:
-        _wait(service, healthy)
+        _wait(service, healthy, stopped)
+    except StartStopped:
+        service.kill()  # nothing of ours is in it yet
+        raise
     except BaseException:
         service.stop()
         raise
     return service
 
 
-def _wait(service: Service, healthy: Callable[[], bool]) -> None:
+def _wait(service: Service, healthy: Callable[[], bool], stopped: Callable[[], bool]) -> None:
     for _ in range(int(START_S_MAX / 0.1)):
+        if stopped():
+            raise StartStopped(f"{service.name} was not waited for")
         try:
             code = service.process.wait(0.1)
         except subprocess.TimeoutExpired:
@@ -295,12 +316,19 @@ def _write_properties(folder: Path, broker: int, controller: int) -> Path:
     return path
 
 
-def _format(java: Sequence[str], properties: Path, log: Path) -> None:
-    """Make the data folder; once per home."""
+def _format(java: Sequence[str], properties: Path, log: Path, stopped: Callable[[], bool]) -> None:
+    """Make the data folder; once per home. StartStopped."""
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
     tool = [*java, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(properties)]
     with log.open("ab") as output:
-        code = subprocess.run(tool, cwd=properties.parent, stdout=output, stderr=output, check=False).returncode
+        process = subprocess.Popen(tool, cwd=properties.parent, stdout=output, stderr=output)
+    while (code := process.poll()) is None:
+        if stopped():
+            process.kill()
+            process.wait()
+            raise StartStopped("kafka was not waited for")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
     if code:
         raise ServiceFailed(f"kafka could not format its data folder (code {code}); {_tail(log)}")
 

@@ -1,12 +1,13 @@
 """A run's progress for whoever started it: a live panel on a terminal, a line per period otherwise (stderr)."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 from pipelines import pictures
-from pipelines.tally import Snapshot
+from pipelines.snapshot import Snapshot
 from workers.runtime import clock
 
 LINE_PERIOD_S = 10.0
@@ -64,14 +65,49 @@ def _panel(snapshot: Snapshot) -> Any:
     table.add_row(
         f"step {snapshot.step}" + (f" of {snapshot.steps}" if snapshot.steps else ""), ProgressBar(goal, snapshot.step)
     )
-    reward = "-" if snapshot.reward is None else f"{snapshot.reward:.3f}"
-    engines = " ".join("-" if version is None else f"v{version}" for version in snapshot.engines.values())
+    queues = snapshot.queues
+    engines = " ".join(view.label for view in snapshot.engines.values())
     table.add_row("newest version", "-" if snapshot.version is None else str(snapshot.version))
     table.add_row("engines host", engines or "models are loaded")
-    table.add_row("reward", reward)
+    table.add_row("reward", pictures.number(snapshot.reward))
     table.add_row("tokens per second", f"{snapshot.tokens_per_second:.0f}")
-    table.add_row("groups", f"{snapshot.live_groups} live, {snapshot.queued_groups} complete, {snapshot.voided} voided")
-    table.add_row("lag", ", ".join(f"{lag}: {count}" for lag, count in snapshot.lag.items()) or "-")
+    voided = sum(snapshot.voided.values())
+    table.add_row("groups", f"{queues.groups_live} live, {queues.groups_complete} complete, {voided} voided")
+    table.add_row("lag", pictures.counts(snapshot.lag))
     if snapshot.restarts or snapshot.engines_lost:
         table.add_row("faults", f"{snapshot.engines_lost} engines lost, {snapshot.restarts} restarts")
     return Panel(table, title=snapshot.run)
+
+
+class Redrawn(AbstractContextManager["Redrawn"]):
+    """Lines with labels, drawn in place on a terminal (stdout)."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(console=Console(), auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> "Redrawn":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, headline: str, rows: Sequence[tuple[str, str]]) -> None:
+        self._live.update(labelled(headline, rows), refresh=True)
+
+
+def labelled(headline: str, rows: Sequence[tuple[str, str]]) -> Any:
+    """Labels in one column, texts in the other; a text that is too long goes on below itself."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for label, text in rows:
+        table.add_row(Text(f"  {label}", "bold cyan"), Text(text))
+    return Group(Text(headline, "bold"), table)

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipelines import pictures
 from pipelines.children import write_whole
+from pipelines.runs import SUMMARY
 from pipelines.tally import Tally
 from schemas import summary as s
 from schemas.settings import Settings
 from workers.taps import archive, evaluate
 
-SUMMARY = "summary.json"
 METRICS = "metrics.parquet"
 _METRIC_SCHEMA = pa.schema(
     [
@@ -216,34 +217,5 @@ def _write_metrics(run_dir: Path) -> None:
 
 def as_text(made: s.Summary) -> str:
     """The summary for people."""
-    share, reward = made.time_share, made.reward
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.1f} %"
-
-    lag = ", ".join(f"lag {lag}: {count}" for lag, count in made.lag.histogram.items()) or "nothing trained"
-    voided = ", ".join(f"{reason} {count}" for reason, count in made.groups.voided.items()) or "none"
-    lines = [
-        f"run {made.run}: {made.steps} steps in {made.seconds:.0f} s, {made.tokens_per_second:.0f} tokens/s",
-        f"  versions       {made.versions.published} published, up to {made.versions.hosted_max} hosted at once",
-        f"  groups         {made.groups.opened} opened, {made.groups.trained} trained, {made.groups.live} live; "
-        f"voided: {voided}",
-        f"  trajectories   {made.trajectories.generated} generated, {made.trajectories.trained} trained, "
-        f"{made.trajectories.duplicates_ignored} duplicates ignored",
-        f"  lag            {lag} (at most {made.staleness_max} allowed)",
-        f"  moves          {made.migrations.count}",
-        f"  engines' time  decode {percent(share.decode)}, prefill {percent(share.prefill)}, "
-        f"idle {percent(share.idle)}, weights {percent(share.load_weights)}, moves {percent(share.migrate)}",
-        f"  run's time     blocked by the oldest {percent(share.blocked_by_oldest)}, deciding {percent(share.decide)}",
-        f"  reward         {_number(reward.first)} at the first step, {_number(reward.last)} at the last",
-        f"  held-out       {percent(reward.heldout_before)} before, {percent(reward.heldout_after)} after",
-    ]
-    if reward.unseen_before is not None:
-        lines.append(f"  never trained  {percent(reward.unseen_before)} before, {percent(reward.unseen_after)} after")
-    if made.faults.engine_lost or made.faults.restarts:
-        lines.append(f"  faults         {made.faults.engine_lost} engines lost, {made.faults.restarts} restarts")
-    return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    rows = pictures.summary_rows(made.model_dump(mode="json"))
+    return "\n".join([f"run {made.run}:", *pictures.aligned(rows)])

@@ -8,6 +8,7 @@ is the same run.
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from pipelines import local_services
@@ -17,9 +18,13 @@ from schemas.settings import Settings
 from workers.runtime import clock
 from workers.runtime.errors import BadInput
 from workers.runtime.log import Log
+from workers.transport.records.bus import BusUnavailable
 
 SHARED = Path(".run")
 FORMER_OWNER_S_MAX = 20.0
+BROKER_CONNECT_S_MAX = 5.0
+"""A given broker must answer within this."""
+BROKER_RESTARTS_MAX = 5
 _PREFECT_CLIENT = {
     "PREFECT_CLIENT_MAX_RETRIES": "2",  # a server that is away must not hold up the end of a run for minutes
     "PREFECT_LOGGING_LEVEL": "CRITICAL",  # the terminal is ours; logs are in the run's folder
@@ -29,25 +34,44 @@ _PREFECT_CLIENT = {
 
 
 class Services:
-    """`broker` and `prefect` are addresses ("" = none). All calls come from one thread that outlives the services."""
+    """`broker` and `prefect` are addresses ("" = none). All calls come from one thread that outlives the services.
+    Nothing is waited for once `stopped` says so."""
 
-    def __init__(self, settings: Settings, run_dir: Path, lock: RunLock) -> None:
-        self._settings, self._run_dir, self._lock = settings, run_dir, lock
+    def __init__(
+        self, settings: Settings, run_dir: Path, lock: RunLock, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._settings, self._run_dir, self._lock, self._stopped = settings, run_dir, lock, stopped
         self._kafka: Service | None = None
         self._prefect: Service | None = None
+        self._restarts = 0
         self._log = Log("services")
         self.broker = ""
         self.prefect = ""
 
     def start_broker(self) -> None:
-        """BadInput if the given address is none; ServiceFailed."""
+        """BadInput if the given address is none; ServiceFailed, StartStopped."""
         self.broker = os.environ.get("DORA_BROKER") or self._settings.broker.address
         if not self.broker:
             self._kafka = self._start_kafka()
             self.broker = self._kafka.address
-        elif ":" not in self.broker:
-            raise BadInput(f"broker.address: {self.broker!r} is no host:port")
+        else:
+            self._refuse_dead_broker()
         self._lock.note(broker=self.broker)
+
+    def _refuse_dead_broker(self) -> None:
+        """A wrong address is a person's mistake, and is said soon."""
+        key = "DORA_BROKER (over broker.address)" if os.environ.get("DORA_BROKER") else "broker.address"
+        for place in self.broker.split(","):
+            host, colon, port = place.strip().rpartition(":")
+            if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+                raise BadInput(f"{key}: {place!r} is no host:port")
+        from workers.transport.records.kafka_bus import KafkaBus
+
+        limit = min(BROKER_CONNECT_S_MAX, self._settings.broker.timeout_s)
+        try:
+            KafkaBus(self.broker, self._settings.kafka, self._settings.broker.replication, limit).close()
+        except BusUnavailable as error:
+            raise BadInput(f"{key}: {error}; correct it, or leave it empty for a broker of the run's own") from error
 
     def start_prefect(self) -> None:
         """Nothing if it is switched off or does not start: the run does not need it."""
@@ -57,7 +81,7 @@ class Services:
         if not self.prefect:
             SHARED.mkdir(exist_ok=True)
             try:
-                self._prefect = local_services.start_prefect(SHARED)
+                self._prefect = local_services.start_prefect(SHARED, stopped=self._stopped)
                 self.prefect = self._prefect.address
             except HomeInUse:
                 self.prefect = _address_in(SHARED / "prefect.lock")
@@ -75,27 +99,32 @@ class Services:
         return self.prefect.removesuffix("/api")
 
     def keep(self) -> None:
-        """Start the embedded broker again if it ended. ServiceFailed."""
-        if self._kafka is not None and self._kafka.process.poll() is not None:
-            self._log.warning("broker_ended", code=self._kafka.process.returncode)
-            self._kafka = self._start_kafka()
-            assert self._kafka.address == self.broker, "a home keeps its ports"
+        """Start the embedded broker again if it ended; never wait for it, a stop must be heard meanwhile.
+        ServiceFailed."""
+        if self._kafka is None or self._kafka.process.poll() is None:
+            return
+        self._log.warning("broker_ended", code=self._kafka.process.returncode)
+        self._restarts += 1
+        if self._restarts > BROKER_RESTARTS_MAX:
+            raise ServiceFailed(f"the broker ended {self._restarts} times; see {self._kafka.log}")
+        self._kafka = self._start_kafka(wait=False)
+        assert self._kafka.address == self.broker, "a home keeps its ports"
 
     def stop(self) -> None:
         for service in (self._kafka, self._prefect):
             if service is not None:
                 service.stop()
 
-    def _start_kafka(self) -> Service:
+    def _start_kafka(self, *, wait: bool = True) -> Service:
         """A broker whose supervisor was killed may take a moment to end."""
         limit = clock.monotonic_s() + FORMER_OWNER_S_MAX
         while True:
             try:
-                service = local_services.start_kafka(self._run_dir)
+                service = local_services.start_kafka(self._run_dir, wait=wait, stopped=self._stopped)
                 self._lock.add("kafka", service.pid)
                 return service
             except HomeInUse:
-                if clock.monotonic_s() > limit:
+                if clock.monotonic_s() > limit or self._stopped():
                     raise
                 threading.Event().wait(0.5)
 

@@ -14,14 +14,15 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pipelines import children, processes
 from pipelines.children import Child, RunLock
 from pipelines.processes import ProcessSpec
-from pipelines.tally import Snapshot
+from pipelines.runs import STATUS
+from pipelines.snapshot import Snapshot
 from pipelines.watch import Watcher
 from schemas.settings import Settings
 from schemas.topics import Topics
@@ -37,11 +38,10 @@ STATUS_PERIOD_S = 1.0
 STOP_LIMITS_S = {"trainer": 120.0, "archive": 180.0}
 """After SIGTERM; others STOP_LIMIT_S. The trainer writes its checkpoint, the archive reads to the end."""
 STOP_LIMIT_S = 10.0
-CANCEL_LIMIT_S = 6.0
-"""When people want it to stop now; what is not done then is done by a resume."""
+CANCEL_LIMIT_S, CANCEL_ARCHIVE_LIMIT_S = 5.0, 8.0
+"""When people want it to stop now, from that moment on; what is not done then is done by a resume."""
 LAST_WORD_S_MAX = 10.0
 """Between the orchestrator's end and its `EndRun` as the watcher reads it."""
-STATUS = "status.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,13 @@ class Supervisor:
         return self._watcher.snapshot
 
     def run(self, on_progress: Progress, stop: StopRequest) -> Outcome:
-        """Start everything, watch until the end, end everything."""
+        """Start everything, watch until the end, end everything. From the first `status.json` on topics are its own."""
+        self._show(on_progress)
         self._bus.make_topics(Topics(self.settings.name).specs())
         self._watcher.start()
+        if self._watcher.resumes:
+            engines = [spec.engine for spec in self._specs if spec.engine is not None]
+            self._watcher.run_was_stopped(engines, wait_s=5.0)
         outcome = Outcome("failed", "the supervisor was interrupted")
         try:
             for spec in self._specs:
@@ -204,15 +208,19 @@ class Supervisor:
         hurry = outcome.kind in ("cancelled", "suspended")
         first = [child for child in self._children.values() if child.spec.kind != "archive"]
         archive = [child for child in self._children.values() if child.spec.kind == "archive"]
-        self._stop(first, hurry, stop)
-        self._stop(archive, hurry, stop)
+        begun = clock.monotonic_s()
+        self._stop(first, hurry, stop, CANCEL_LIMIT_S)
+        spent = clock.monotonic_s() - begun if hurry else 0.0
+        self._stop(archive, hurry, stop, CANCEL_ARCHIVE_LIMIT_S - spent)
         torn = [child for child in archive if child.ended() != 0]
+        if hurry and torn:
+            return replace(outcome, reason=f"{outcome.reason} (the archive was cut short: its figures are too low)")
         if outcome.kind == "done" and torn:
             story = f"the archive is not complete, {torn[0].log} ends with:\n{torn[0].last_lines()}"
             return Outcome("failed", f"{outcome.reason}, but {story}\n`--resume` completes it")
         return outcome
 
-    def _stop(self, group: list[Child], hurry: bool, stop: StopRequest) -> None:
+    def _stop(self, group: list[Child], hurry: bool, stop: StopRequest, hurry_limit_s: float) -> None:
         """SIGTERM to these, SIGKILL at each one's limit."""
         begun = clock.monotonic_s()
         for child in group:
@@ -227,7 +235,7 @@ class Supervisor:
                 left.remove(child)
             waited = clock.monotonic_s() - begun
             for child in left:
-                limit = CANCEL_LIMIT_S if short else STOP_LIMITS_S.get(child.spec.kind, STOP_LIMIT_S)
+                limit = hurry_limit_s if short else STOP_LIMITS_S.get(child.spec.kind, STOP_LIMIT_S)
                 if waited > limit:
                     self._log.warning("killing", process=child.spec.name, after_s=round(waited, 1))
                     child.kill()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines import datasets, prompts
+from pipelines.device import best_dtype
 from pipelines.models import resolve_model
 from schemas.settings import Columns, Settings
 from workers.reward import graders
@@ -17,7 +18,7 @@ MODELS_CACHE = Path(".models")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A configuration that can start: `settings.model` is an absolute folder."""
+    """A configuration that can start: `settings.model` is an absolute folder, `settings.dtype` is not `auto`."""
 
     settings: Settings
     rows: dict[str, int]
@@ -34,7 +35,7 @@ def check_settings(settings: Settings) -> Checked:
     datasets.read_tables(settings)  # before the model: it may take a while to make one
     model = resolve(settings.model)
     _refuse_short_context(settings, model)
-    settings = settings.model_copy(update={"model": str(model)})
+    settings = with_dtype(settings.model_copy(update={"model": str(model)}))
     loaded = prompts.load(settings, model)
     counts = {f"{table.settings.purpose}:{table.name}": len(table.rows) for table in loaded.tables}
     longest = max(len(ids) for table in loaded.ids for ids in table)
@@ -53,6 +54,11 @@ def resolve(model: str) -> Path:
         return resolve_model(model, MODELS_CACHE)
     except ValueError as error:
         raise BadInput(str(error)) from error
+
+
+def with_dtype(settings: Settings) -> Settings:
+    """The same, with what `auto` means on this machine."""
+    return settings.model_copy(update={"dtype": best_dtype()}) if settings.dtype == "auto" else settings
 
 
 def _refuse_short_context(settings: Settings, model: Path) -> None:

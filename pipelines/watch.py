@@ -7,11 +7,13 @@ Rule 2: a log that does not answer is tried again until the run ends or `broker.
 import json
 import queue
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipelines.tally import Snapshot, Tally
+from pipelines.snapshot import Snapshot
+from pipelines.tally import Tally
 from schemas.codec import BadRecord, decode_of_topic
 from schemas.messages import EngineGone, Message, MetricPoint
 from schemas.settings import Settings
@@ -23,7 +25,7 @@ from workers.transport.records.bus import Bus, BusUnavailable, Producer, Reader,
 POLL_MS = 300
 SAY_TIMEOUT_S = 5.0
 SHOW_PERIOD_S = 0.5
-_FOLLOWED = ("control", "journal", "metrics")
+_FOLLOWED = ("control", "journal", "metrics", "dead-letters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Ended:
 
 
 class Watcher(threading.Thread):
-    """Follows `control`, `journal`, `metrics`; says `EngineGone` and counts restarts. Writes metrics.jsonl."""
+    """Follows `control`, `journal`, `metrics`, `dead-letters`; says `EngineGone` and restarts. Writes metrics.jsonl."""
 
     def __init__(self, bus: Bus, settings: Settings, run_dir: Path) -> None:
         super().__init__(name="watcher", daemon=True)
@@ -49,12 +51,11 @@ class Watcher(threading.Thread):
         self.ended: Ended | None = None
         self.lost: dict[int, int] = {}
         self.failed: str | None = None
-        self._restarts = 0
-        self._blocked_s = 0.0
         self._heard_at = self._shown_at = clock.monotonic_s()
         control = self._topics.control
         self._control_from = bus.end_offsets(control)[0] if control in bus.topics(control) else 0
         """An end that was said before a resume is not the end of what was resumed."""
+        self.resumes = self._control_from > 0
 
     def run(self) -> None:
         """Until `close`; whatever else ends this thread fails the run."""
@@ -80,6 +81,14 @@ class Watcher(threading.Thread):
         self._say(self._topics.status, EngineGone(engine=engine, incarnation=clock.now_us(), reason=reason)).wait(
             wait_s
         )
+
+    def run_was_stopped(self, engines: Iterable[int], wait_s: float) -> None:
+        """Before a resume starts anything: the engines of last time ended with the run."""
+        now = clock.now_us()
+        gone = [EngineGone(engine=n, incarnation=now, reason="stopped with the run", stopped=True) for n in engines]
+        said = [self._say(self._topics.status, one) for one in gone]
+        if said:
+            said[-1].wait(wait_s)
 
     def restarted(self, name: str) -> None:
         """Count a restart on the log."""
@@ -135,19 +144,12 @@ class Watcher(threading.Thread):
                 self.lost = dict(self._tally.lost)
             case "metrics":
                 metrics.write(json.dumps(value) + "\n")
-                self._restarts += int(value["values"].get("restarts", 0))
-                if value["source"] == "orchestrator":
-                    self._blocked_s = float(value["values"].get("blocked_by_oldest_s", self._blocked_s))
+                self._tally.take_point(value)
+            case "dead-letters":
+                self._tally.dead_letters += 1
             case "control" if value["kind"] == "end_run":
                 self.ended = Ended(value["outcome"], value["reason"])
 
     def _show(self) -> None:
         self._shown_at = clock.monotonic_s()
-        settings = self._settings
-        self.snapshot = self._tally.snapshot(
-            settings.name,
-            settings.group_size,
-            settings.steps or None,
-            restarts=self._restarts,
-            blocked_by_oldest_s=self._blocked_s,
-        )
+        self.snapshot = self._tally.snapshot(self._settings, self._settings.steps or None)

@@ -42,9 +42,14 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
 
 
 def _orchestrator(process: Process, bus: Bus, _: int) -> int:
+    """Of two on one run the younger stays. What the supervisor started is started again, and is then the younger."""
     from workers.orchestrator.service import serve
+    from workers.transport.records.bus import Fenced
 
-    return serve(process, bus)
+    try:
+        return serve(process, bus)
+    except Fenced as error:
+        raise Fenced(f"another orchestrator of this run has taken over, so this one ends ({error})") from error
 
 
 def _rollout(process: Process, bus: Bus, number: int) -> int:

@@ -43,6 +43,7 @@ def request(
     attempt: int = 0,
     max_new_tokens: int = 16,
     temperature: float = 1.0,
+    seed: int | None = None,
     **changes: Any,
 ) -> RequestRecord:
     return RequestRecord(
@@ -59,7 +60,7 @@ def request(
         prompt_row=0,
         prompt_ids=tuple(prompt_ids),
         answer="",
-        seed=sampling_seed(0, group, index),
+        seed=sampling_seed(0, group, index) if seed is None else seed,
         temperature=temperature,
         top_p=1.0,
         top_k=0,

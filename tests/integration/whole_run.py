@@ -52,7 +52,7 @@ class Running:
         try:
             code = self.popen.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"dora run did not end within {limit_s} s:\n{self._story()}") from None
+            raise AssertionError(f"dora run did not end within {limit_s} s:\n{self.story()}") from None
         return Ran(code, self.output.read_text(), self.run_dir)
 
     def processes(self) -> list[psutil.Process]:
@@ -69,15 +69,22 @@ class Running:
         said = json.loads((self.run_dir / "supervisor.json").read_text())
         return int(said["processes"][name]["pid"])
 
-    def _story(self) -> str:
+    def story(self) -> str:
         logs = sorted((self.run_dir / "logs").glob("*.log"))
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs]
         return "\n".join([self.output.read_text(), *tails])
 
 
 @contextlib.contextmanager
-def dora_run(config: str, folder: Path, *overrides: str, resume: bool = False) -> Iterator[Running]:
-    """Start `dora run configs/<config>.toml` as run `r` in `folder`; whatever is left at the end is killed."""
+def dora_run(
+    config: str,
+    folder: Path,
+    *overrides: str,
+    resume: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Running]:
+    """Start `dora run configs/<config>.toml` as run `r` in `folder`; whatever is left at the end is killed.
+    `environment` is given to the run and to all that it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
     argv = [sys.executable, "-m", "pipelines.cli", "run", str(ROOT / "configs" / f"{config}.toml")]
@@ -86,7 +93,12 @@ def dora_run(config: str, folder: Path, *overrides: str, resume: bool = False) -
     output = folder / f"output-{mark[:6]}.txt"
     with output.open("wb") as sink:
         popen = subprocess.Popen(
-            argv, cwd=ROOT, env=_environment(mark), stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            argv,
+            cwd=ROOT,
+            env={**_environment(mark), **(environment or {})},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
         )
     running = Running(popen, output, folder / "r", mark)
     try:
@@ -106,7 +118,7 @@ def _environment(mark: str) -> Mapping[str, str]:
 def assert_good(ran: Ran, running: Running, steps: int, *, faults: bool = False) -> None:
     """Exit 0, a clean archive, a summary of all steps, a journal that replays to the same effects, nothing left; and
     without `faults` no error in any log (those of Kafka's client, which tries again, apart)."""
-    assert ran.code == 0, running._story()
+    assert ran.code == 0, running.story()
     assert running.processes() == []
     assert check(ran.run_dir) == []
     assert ran.summary.steps == steps

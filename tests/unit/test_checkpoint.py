@@ -29,7 +29,7 @@ def test_step_40_is_torn_and_30_complete_so_30_is_found(tmp_path: Path) -> None:
     assert found.step == 30
 
 
-@pytest.mark.parametrize("torn", ["", "{", '{"step": 39}', "[]"])
+@pytest.mark.parametrize("torn", ["", "{", '{"step": 40}', '{"step": 39, "files": {}}', "[]"])
 def test_a_marker_that_cannot_be_read_is_none(tmp_path: Path, torn: str) -> None:
     write(tmp_path, progress(40), save, keep=2)
     (tmp_path / "step-000040" / MARKER).write_text(torn)
@@ -78,7 +78,8 @@ def test_what_a_resume_needs_comes_back(tmp_path: Path) -> None:
 def test_a_copy_under_another_steps_name_is_not_taken(tmp_path: Path) -> None:
     write(tmp_path, progress(10), save, keep=2)
     shutil.copytree(tmp_path / "step-000010", tmp_path / "step-000050")
-    (tmp_path / "step-000050" / MARKER).write_text(json.dumps({"step": 50}))
+    marker = tmp_path / "step-000050" / MARKER
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"step": 50}))
     found = latest_complete(tmp_path)
     assert found is not None
     assert found.step == 10
@@ -86,3 +87,37 @@ def test_a_copy_under_another_steps_name_is_not_taken(tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert latest_complete(tmp_path / "checkpoints") is None
+
+
+def _damage(file: Path, how: str) -> None:
+    value = file.read_bytes()
+    match how:
+        case "shorter":
+            file.write_bytes(value[:-1])
+        case "another byte":
+            file.write_bytes(value[:-1] + bytes([value[-1] ^ 1]))
+        case _:
+            file.unlink()
+
+
+@pytest.mark.parametrize("how", ["shorter", "another byte", "gone"])
+@pytest.mark.parametrize("name", ["weights.bin", "extra.json"])
+def test_a_damaged_file_makes_the_checkpoint_none_and_the_older_one_is_found(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    for step in (30, 40):
+        write(tmp_path, progress(step), save, keep=3)
+    _damage(tmp_path / "step-000040" / name, how)
+    found = latest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 30
+
+
+def test_a_damaged_checkpoint_is_written_again_when_its_step_comes_again(tmp_path: Path) -> None:
+    for step in (30, 40):
+        write(tmp_path, progress(step), save, keep=3)
+    _damage(tmp_path / "step-000040" / "weights.bin", "another byte")
+    write(tmp_path, progress(40), save, keep=3)
+    found = latest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 40

@@ -7,7 +7,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pipelines import children
+from pipelines import children, services
 from pipelines.cli import app
 from pipelines.config_file import read_resolved, read_settings, write_resolved
 from tests.unit.pipeline_parts import a_config, some_settings, write_rows
@@ -105,21 +105,49 @@ def test_a_dataset_alone_can_be_checked_with_other_columns(tmp_path: Path) -> No
     assert (done.exit_code, done.stdout) == (0, f"{file} is valid ({file}: 1 rows)\n")
 
 
-def test_status_of_a_run_without_supervisor_says_that_it_does_not_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    run_dir.mkdir()
+def test_every_misspelt_key_is_named_at_once(tmp_path: Path) -> None:
+    done = dora("validate", a_config(tmp_path), "--set", "engines.cont=3", "--set", "stpes=4", "--set", "seed=1")
+    assert done.exit_code == 2
+    assert "unknown key engines.cont: did you mean engines.count?" in done.stderr
+    assert "unknown key stpes: did you mean steps?" in done.stderr
+    assert done.stderr.count("unknown key") == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:1", "no Kafka broker answers at 127.0.0.1:1"),
+        ("nobody.invalid:9092", "no Kafka broker answers at nobody.invalid:9092"),
+        ("127.0.0.1", "'127.0.0.1' is no host:port"),
+        ("127.0.0.1:port", "'127.0.0.1:port' is no host:port"),
+        (":9092", "':9092' is no host:port"),
+    ],
+)
+def test_a_wrong_broker_is_refused_soon_by_its_key_and_leaves_nothing(
+    tmp_path: Path, address: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert services.BROKER_CONNECT_S_MAX <= 5.0, "all is said within 10 s"
+    monkeypatch.setattr(services, "BROKER_CONNECT_S_MAX", 0.5)
+    monkeypatch.delenv("DORA_BROKER", raising=False)
+    config = a_config(tmp_path)
+    done = dora("run", config, "--set", f"broker.address={address}")
+    assert done.exit_code == 2, done.output
+    assert f"broker.address: {said}" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+    monkeypatch.setenv("DORA_BROKER", address)
+    assert "DORA_BROKER (over broker.address): " in dora("run", config).stderr
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "BROKER_CONNECT_S_MAX", 0.5)
+    run_dir = tmp_path / "runs" / "r"
+    run_dir.mkdir(parents=True)
     write_resolved(some_settings(tmp_path), run_dir)
-    said = json.loads(dora("status", run_dir, "--json").stdout)
-    assert said == {"folder": str(run_dir), "live": False}
-    assert "not running" in dora("status", run_dir).stdout
-    lock = children.RunLock(run_dir)
-    lock.take()
-    lock.note(broker="127.0.0.1:9")
-    assert json.loads(dora("status", run_dir, "--json").stdout) | {"folder": ""} == {
-        "folder": "",
-        "live": True,
-        "broker": "127.0.0.1:9",
-    }
+    (run_dir / "archive").mkdir()
+    done = dora("run", run_dir / "config.toml", "--resume", "--set", "broker.address=127.0.0.1:1")
+    assert (done.exit_code, "broker.address: no Kafka" in done.stderr) == (2, True), done.stderr
+    assert (run_dir / "archive").is_dir()
+    assert not (run_dir / children.LOCK).exists()
 
 
 def test_unknown_runs_topics_and_workers_are_bad_input(tmp_path: Path) -> None:

@@ -39,6 +39,24 @@ def test_a_file_with_question_and_answer_only_names_the_missing_column_and_the_o
     assert datasets.read_rows(file, Columns(prompt="question"))[0].prompt == "1+1?"
 
 
+def test_one_row_without_its_column_is_named_and_not_the_mapping(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"question": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}, {"x": 1}]
+    with pytest.raises(BadInput) as refused:
+        _read(write_rows(tmp_path / "one.jsonl", rows))
+    said = str(refused.value)
+    assert "2 bad row(s)" in said
+    assert "row 1 (line 2): no 'prompt'; it has answer, question" in said
+    assert "row 3 (line 4): no 'prompt' and no 'answer'; it has x" in said
+    assert "dataset.columns" not in said
+
+
+def test_a_column_that_no_row_has_is_a_mistake_of_the_mapping_whatever_else_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    file.write_text('{"prompt": "a", "solution": "1"}\n{"prompt": null, "solution": "2"}\nno json\n')
+    with pytest.raises(BadInput, match=r"no column 'answer' for the answer; the columns are: prompt, solution\."):
+        _read(file)
+
+
 def test_every_bad_row_is_named_by_its_row_and_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     lines = [

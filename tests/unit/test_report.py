@@ -173,11 +173,12 @@ def test_a_snapshot_in_mid_run_says_what_is_live_and_who_hosts_what(settings: Se
     tally = Tally()
     for record in _journal()[:5]:
         tally.take(json.loads(record.model_dump_json()))
-    now = tally.snapshot("r", 2, 2)
+    tally.take_point({"source": "orchestrator", "values": {"groups_live": 3, "groups_complete": 1}})
+    now = tally.snapshot(settings, 2)
     assert (now.step, now.version, now.reward) == (1, 1, 0.5)
-    assert (now.live_groups, now.engines, now.tokens_per_second) == (3, {0: 0}, 50.0)
+    assert (now.queues.groups_live, now.engines[0].version, now.tokens_per_second) == (3, 0, 50.0)
     assert pictures.line(now).startswith("r: step 1/2, version 1, reward 0.500, 50 tokens/s, live groups 3, engines v0")
-    assert "| live groups | 3 of 2, 0 complete |" in pictures.markdown(now, settings)
+    assert "| live groups | 3 of 2, 1 complete |" in pictures.markdown(now)
 
 
 def test_a_curve_of_many_steps_stays_small() -> None:

@@ -131,3 +131,34 @@ def test_worker_whose_parent_is_killed_stops_by_itself() -> None:
         assert int(child.stdout.readline()) != child.pid
         os.kill(child.pid, signal.SIGKILL)
         assert child.stdout.readline() == "stopped\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_worker_whose_parent_is_killed_ends_even_if_it_waits_for_something_that_has_gone() -> None:
+    worker = (
+        "import os, threading\nimport workers.runtime.process as body\nbody.ORPHAN_S_MAX = 0.2\n"
+        "def serve():\n    print(os.getpid(), flush=True)\n    threading.Event().wait(50)\n    return 0\n"
+        "sys.exit(run_service(process, serve))"
+    )
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {START + worker!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        os.kill(child.pid, signal.SIGKILL)
+        assert "orphan_gave_up" in child.stderr.read()  # to its end: the worker has closed it, so it has gone
+
+
+def test_worker_that_is_told_to_stop_by_its_living_parent_has_the_time_it_needs() -> None:
+    code = (
+        "import threading\nimport workers.runtime.process as body\nbody.ORPHAN_S_MAX = 0.0\n"
+        "def serve():\n    print('up', flush=True)\n    assert process.stopping.wait(50)\n"
+        "    threading.Event().wait(0.5)\n    return 0\nsys.exit(run_service(process, serve))"
+    )
+    with subprocess.Popen([sys.executable, "-c", START + code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(LIMIT_S) == 0

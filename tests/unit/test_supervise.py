@@ -144,6 +144,16 @@ def test_a_killed_engine_is_told_of_and_started_again(stage: Stage) -> None:
     assert (gone.engine, gone.reason) == (1, "signal 9")
 
 
+def test_a_resume_says_that_the_engines_of_last_time_were_stopped_with_the_run(stage: Stage) -> None:
+    reader = stage.bus.reader()
+    reader.add(stage.topics.status, 0, "earliest")
+    stage.end_run("cancelled", "said before")
+    stage.run(stage.spec("rollout", UNTIL_TERM, 1), stage.spec("orchestrator", ""), meanwhile=stage.end_run)
+    gone = decode(STATUS, (record := reader.poll(0)[0]).value, record.headers)
+    assert isinstance(gone, EngineGone)
+    assert (gone.engine, gone.stopped) == (1, True)
+
+
 def test_bad_input_is_never_tried_again_and_its_last_lines_are_said(stage: Stage) -> None:
     code = "import sys; open(sys.argv[1], 'a').write('up'); print('model: no such folder'); sys.exit(2)"
     outcome = stage.run(stage.spec("trainer", code), stage.spec("orchestrator", UNTIL_TERM))
@@ -186,6 +196,22 @@ def test_a_deaf_process_and_its_own_children_are_killed_at_their_limit(
         stage.stop.ask("cancelled", "SIGINT")
 
     assert stage.run(stage.spec("rollout", family), meanwhile=meanwhile).exit_code == 130
+
+
+def test_a_stop_gives_the_archive_what_the_others_left_of_the_time_and_says_if_it_was_cut_short(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.supervise.CANCEL_LIMIT_S", 0.5)
+    monkeypatch.setattr("pipelines.supervise.CANCEL_ARCHIVE_LIMIT_S", 1.0)
+
+    def meanwhile() -> None:
+        _until(lambda: stage.ups("archive") == 1 and stage.ups("trainer") == 1, "both are up")
+        stage.stop.ask("cancelled", "SIGINT")
+
+    fakes = [stage.spec("archive", DEAF), stage.spec("trainer", DEAF)]
+    outcome = stage.run(*fakes, meanwhile=meanwhile)
+    assert outcome.exit_code == 130
+    assert "the archive was cut short" in outcome.reason
 
 
 def test_a_live_run_is_not_started_twice_and_a_dead_ones_processes_are_cleared(stage: Stage) -> None:

@@ -1,5 +1,6 @@
 """The trainer on an in-memory log with a paced learner: versions, duplicates, crashes, checkpoints."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -180,6 +181,56 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     learner = train(world, 3)
     assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [4, 4, 5, 5]
     assert [one.version for one in world.weights()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    train(world, 4)
+    shard = tmp_path / "checkpoints" / "step-000004" / "state.bin"
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    learner = train(world, 3)
+    assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [4, 4, 5, 5]
+    assert all(one.lineage == "" for one in world.weights())
+
+
+def _lose(folder: Path, how: str) -> None:
+    if how == "gone":
+        shutil.rmtree(folder)
+    else:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_files_of_the_checkpoints_version_that_are_lost_are_written_again_at_a_resume(tmp_path: Path, how: str) -> None:
+    world = World(tmp_path)
+    for step in range(2):
+        world.send_batch(world.batch(step))
+    train(world, 2)
+    _lose(tmp_path / "weights" / "v000002", how)
+    train(world, 0)
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2]
+    Store(tmp_path / "weights").open(said[2])
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_files_of_the_newest_version_that_are_lost_are_written_again_when_it_is_trained_again(
+    tmp_path: Path, how: str
+) -> None:
+    world = World(tmp_path)
+    for step in range(4):
+        world.send_batch(world.batch(step))
+    train(world, 9, crash_at=3)
+    _lose(tmp_path / "weights" / "v000003", how)
+    shutil.rmtree(tmp_path / "weights" / "v000001")  # nobody needs it: a deletion stays
+    train(world, 2)
+    said = world.weights()
+    assert [one.version for one in said] == [0, 1, 2, 3, 4]
+    Store(tmp_path / "weights").open(said[3])
+    assert not (tmp_path / "weights" / "v000001").exists()
 
 
 def test_files_of_a_version_that_was_never_announced_are_taken_up(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Graders for a random tiny model: no text, no answer. Rewards vary within a group and can be learnt."""
+"""Graders that need no answer: they look at ids only. Rewards vary within a group and can be learnt."""
 
 from collections.abc import Callable
 
@@ -19,6 +19,12 @@ def even_share(item: GradeInput) -> float:
 def low_share(item: GradeInput) -> float:
     """Share of ids below 128, 0 .. 1."""
     return _share(item, lambda token: token < 128)
+
+
+@ids_only
+def distinct_share(item: GradeInput) -> float:
+    """Share of the ids that are distinct, 0 .. 1: text that repeats itself scores low."""
+    return len(set(item.response_ids)) / max(1, len(item.response_ids))
 
 
 @ids_only

@@ -19,6 +19,8 @@ from workers.runtime.errors import BadInput, DoraError
 from workers.runtime.log import Log, to_stderr
 
 _PR_SET_PDEATHSIG = 1
+ORPHAN_S_MAX = 10.0
+"""Who was told to stop by its parent's death has this long: nobody is left to end it, and the log may be gone too."""
 
 
 @dataclass
@@ -57,14 +59,20 @@ def die_with_parent() -> None:
     """Ask Linux to send SIGTERM when the parent ends, however it ends (elsewhere: nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1 and os.environ.get("DORA_PARENT", "1") != "1":
+        if _was_orphaned():
             os.kill(os.getpid(), signal.SIGTERM)  # it ended before we asked
+
+
+def _was_orphaned() -> bool:
+    """The parent had ended before this process could look at it."""
+    return os.getppid() == 1 and os.environ.get("DORA_PARENT", "1") != "1"
 
 
 def run_service(process: Process, serve: Callable[[], int]) -> int:
     """Run `serve` with signals, logs and exit codes as every worker has them."""
     to_stderr()
-    on_stop_signals(lambda _: process.stopping.set())
+    parent = os.getppid()
+    on_stop_signals(lambda _: _stop(process, parent))
     die_with_parent()
     process.log.info("started", pid=os.getpid())
     try:
@@ -77,3 +85,12 @@ def run_service(process: Process, serve: Callable[[], int]) -> int:
         return 1
     process.log.info("ended", code=code)
     return code
+
+
+def _stop(process: Process, parent: int) -> None:
+    """In a thread of its own: what waits for a log that went with the parent would wait for `broker.timeout_s`."""
+    process.stopping.set()
+    if os.getppid() != parent or _was_orphaned():
+        threading.Event().wait(ORPHAN_S_MAX)
+        process.log.error("orphan_gave_up", after_s=ORPHAN_S_MAX)
+        os._exit(1)

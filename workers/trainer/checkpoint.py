@@ -1,11 +1,13 @@
 """Checkpoints of a run: folders `checkpoints/step-000010`, found again only when complete.
 
-Rule 1: written under a temporary name. The marker file is written last, then the folder gets its name: a folder without
-   its marker, or with one that cannot be read, is as good as none and is ignored.
+Rule 1: written under a temporary name. The marker file is written last, with size and sha256 of every other file; then
+   the folder gets its name. A folder without its marker, or with a file that is not as the marker says, is as good as
+   none: whoever lists looks at names and sizes, whoever resumes at every byte.
 Rule 2: what a resume needs is in it: the learner's state, and `Progress` (step, version, stream positions, lineage).
 Rule 3: the newest `keep` stay; whatever else has the name of a checkpoint is removed once a newer one is complete.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -36,6 +38,22 @@ class Progress(BaseModel):
     lineage: str = ""
 
 
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    size: int
+    sha256: str
+
+
+class _Marker(BaseModel):
+    """`files`: what the checkpoint consists of, by path in its folder."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    files: dict[str, _File]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     step: int
@@ -47,13 +65,16 @@ def write(
 ) -> list[Checkpoint]:
     """Save one (`save` is `Learner.save`), drop old ones; all complete checkpoints, oldest first. OSError (disk)."""
     final = root / f"step-{progress.step:06d}"
-    if not _is_complete(final):
+    if not _is_complete(final, every_byte=True):
         unfinished = root / f".{final.name}.tmp"
         for leftover in (unfinished, final):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save(unfinished, progress.model_dump())
-        write_synced(unfinished / MARKER, json.dumps({"step": progress.step}).encode())
+        marker = _Marker(step=progress.step, files=_files_in(unfinished))
+        for name in marker.files:
+            sync(unfinished / name)
+        write_synced(unfinished / MARKER, marker.model_dump_json(indent=1).encode())
         unfinished.rename(final)
         sync(root)
     held = complete(root)
@@ -72,9 +93,9 @@ def complete(root: Path) -> list[Checkpoint]:
 
 
 def latest_complete(root: Path) -> Checkpoint | None:
-    """The newest complete checkpoint."""
-    held = complete(root)
-    return held[-1] if held else None
+    """The newest checkpoint of which every byte is as it was written."""
+    intact = (one for one in reversed(complete(root)) if _is_complete(one.folder, every_byte=True))
+    return next(intact, None)
 
 
 def progress_of(extra: Mapping[str, object]) -> Progress:
@@ -98,10 +119,26 @@ def read_extra(folder: Path) -> dict[str, object]:
     return extra
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, *, every_byte: bool = False) -> bool:
     try:
-        said = json.loads((folder / MARKER).read_text())
+        marker = _Marker.model_validate_json((folder / MARKER).read_bytes())
         progress = progress_of(read_extra(folder))
+        whole = all((folder / name).stat().st_size == file.size for name, file in marker.files.items())
+        if whole and every_byte:
+            whole = all(_sha256(folder / name) == file.sha256 for name, file in marker.files.items())
     except (OSError, ValueError, ValidationError):
         return False
-    return bool(said == {"step": progress.step} and folder.name == f"step-{progress.step:06d}")
+    return whole and marker.step == progress.step and folder.name == f"step-{progress.step:06d}"
+
+
+def _files_in(folder: Path) -> dict[str, _File]:
+    """All files below it, the marker apart."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MARKER]
+    return {
+        path.relative_to(folder).as_posix(): _File(size=path.stat().st_size, sha256=_sha256(path)) for path in paths
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,8 @@ Rule 2: a version is announced after its files are complete, and never again (I5
    a crash compares fingerprints: equal, nothing is written; different, the announced files stay, training goes on from
    its own weights, and the next announcement says so in `lineage`.
 Rule 3: a checkpoint stands on an announced version.
+Rule 4: a trainer that comes to hold an announced version once more writes its files again if they are gone or damaged
+   and nobody can have deleted them for good: the checkpoint's version, and the newest ones.
 """
 
 import json
@@ -19,7 +21,7 @@ from schemas.arrow import Row
 from schemas.messages import BatchRecord, CheckpointSaved, Message, MetricPoint, WeightsRecord
 from schemas.topics import version_key
 from workers.runtime import clock
-from workers.runtime.errors import BadInput, DoraError
+from workers.runtime.errors import BadInput, DoraError, WeightsUnavailable
 from workers.runtime.process import Process
 from workers.trainer import batches, checkpoint
 from workers.trainer.advantages import by_group
@@ -27,7 +29,7 @@ from workers.trainer.learners.base import Learner, Sample
 from workers.transport.records.bus import Bus, publish
 from workers.transport.records.letters import read_or_bury
 from workers.transport.weights.manifest import fingerprint, probe_ids
-from workers.transport.weights.store import Store
+from workers.transport.weights.store import Published, Store
 
 POLL_MS_MAX = 200
 SOURCE = "trainer"
@@ -44,8 +46,7 @@ class _State:
     step: int = 0
     lineage: str = ""
     checkpointed: int = 0
-    announced: dict[int, str] = field(default_factory=dict)
-    """Version -> fingerprint."""
+    announced: dict[int, WeightsRecord] = field(default_factory=dict)
 
 
 def serve(process: Process, bus: Bus, learner: Learner) -> int:
@@ -77,6 +78,7 @@ class _Trainer:
         """Take up the newest complete checkpoint; learn what is announced; publish version 0 if it is not."""
         state = self._state
         found = checkpoint.latest_complete(self._checkpoints)
+        mine = ""
         if found is not None:
             progress = checkpoint.progress_of(self._learner.restore(found.folder))
             state.step, state.lineage, self._positions = progress.step, progress.lineage, progress.positions
@@ -91,17 +93,19 @@ class _Trainer:
             self._publish(None, {})
         elif not state.step:
             self._compare()
+        elif mine == state.announced[state.step].fingerprint:
+            self._mend(state.announced[state.step])
         self._gatherer = batches.Gatherer(self._bus, self._process.topics, self._positions)
 
-    def _announced(self) -> dict[int, str]:
+    def _announced(self) -> dict[int, WeightsRecord]:
         reader = self._bus.reader()
         reader.add(self._process.topics.weights, 0, "earliest")
-        found: dict[int, str] = {}
+        found: dict[int, WeightsRecord] = {}
         while not reader.at_end():
             for record in reader.poll(POLL_MS_MAX):
                 weights = read_or_bury(self._process, self._producer, WeightsRecord, record)
                 if weights is not None:
-                    found[weights.version] = weights.fingerprint
+                    found[weights.version] = weights
         reader.close()
         return found
 
@@ -146,7 +150,7 @@ class _Trainer:
         """One step; its figures."""
         began = clock.monotonic_s()
         rows = self._gatherer.rows(record)
-        batches.check(record, rows, group_size=self._settings.group_size, staleness_max=self._settings.lag_max)
+        batches.check(record, rows, self._settings)
         figures = batches.figures(record, rows, now_us=clock.now_us())
         gathered = clock.monotonic_s()
         figures |= self._learner.train(samples_of(rows, self._settings.training.advantage))
@@ -168,13 +172,7 @@ class _Trainer:
         """Write the files of the version that the learner holds, then announce it; metrics beside it."""
         began = clock.monotonic_s()
         version = self._state.step
-        made = self._store.publish(
-            version,
-            self._learner.export(),
-            model_folder=self._model,
-            probe_logprobs=self._learner.probe(self._probe_ids),
-            dtype=self._settings.dtype,
-        )
+        made = self._write_files(version)
         if made.differs:
             self._diverged(version, made.fingerprint, made.offered)
         now = clock.now_us()
@@ -198,16 +196,45 @@ class _Trainer:
             point = MetricPoint(run=self._process.run, source=SOURCE, at=now, step=record.step, values=metrics)
             publish(self._producer, topics.metrics, point)
         self._producer.flush(self._settings.broker.timeout_s)
-        self._state.announced[version] = made.fingerprint
+        self._state.announced[version] = weights
         self._process.log.info("published", version=version, fingerprint=made.fingerprint[:16])
 
+    def _write_files(self, version: int) -> Published:
+        dtype = self._settings.dtype
+        assert dtype != "auto", "a run's own configuration says which"
+        return self._store.publish(
+            version,
+            self._learner.export(),
+            model_folder=self._model,
+            probe_logprobs=self._learner.probe(self._probe_ids),
+            dtype=dtype,
+        )
+
     def _compare(self) -> None:
-        """The version was announced before a crash: nothing is written, and a difference is remembered."""
+        """The version was announced before a crash: a difference is remembered, lost files are written again."""
         version = self._state.step
         before, mine = self._state.announced[version], fingerprint(self._learner.export())
-        if mine != before:
-            self._diverged(version, before, mine)
-        self._process.log.info("compared", version=version, equal=mine == before)
+        if mine != before.fingerprint:
+            self._diverged(version, before.fingerprint, mine)
+        elif version == 0 or version > max(self._state.announced) - max(1, self._settings.lag_max):
+            self._mend(before)
+        self._process.log.info("compared", version=version, equal=mine == before.fingerprint)
+
+    def _mend(self, announced: WeightsRecord) -> None:
+        """The learner holds this version: if its files are gone or damaged they are made again, byte for byte."""
+        try:
+            self._store.open(announced)
+        except WeightsUnavailable as error:
+            self._process.log.warning("weights_lost", version=announced.version, error=error)
+        else:
+            return
+        self._store.delete(announced.version)
+        made = self._write_files(announced.version)
+        if made.manifest_sha256 != announced.manifest_sha256:
+            self._store.delete(announced.version)
+            self._process.log.error("weights_not_the_same", version=announced.version, made=made.manifest_sha256)
+        else:
+            self._process.log.info("weights_mended", version=announced.version)
 
     def _diverged(self, version: int, before: str, mine: str) -> None:
         note = f"version {version} was made again: {mine[:16]} instead of the announced {before[:16]}"
@@ -253,6 +280,7 @@ def samples_of(rows: Sequence[Row], advantage: str) -> list[Sample]:
             loss_mask=row["loss_mask"],
             temperature=row["temperature"],
             advantage=value,
+            group=row["group"],
         )
         for row, value in zip(rows, advantages, strict=True)
     ]

@@ -31,6 +31,9 @@ _FENCED = (
     kafka_errors.InvalidProducerEpochError,
     kafka_errors.TransactionCoordinatorFencedError,
 )
+_FENCING_UNDER_WAY = "Unhandled error in EndTxnResponse: [Error -1]"
+"""What the client makes of a commit that comes while the broker is fencing its producer: there the broker fails with
+"transition to ONGOING while it already a pending state PREPARE_EPOCH_FENCE" (Kafka 4.3)."""
 _BUGS = (kafka_errors.IllegalStateError, kafka_errors.IllegalArgumentError)
 _REBALANCED = (
     kafka_errors.CommitFailedError,
@@ -71,7 +74,7 @@ def kafka_errors_of(address: str) -> Iterator[None]:
 def _is_fencing(error: BaseException) -> bool:
     """A producer that failed says later only that it did, with the reason inside or in the text."""
     inner = [part for part in error.args if isinstance(part, BaseException)]
-    named = any(kind.__name__ in str(error) for kind in _FENCED)
+    named = any(name in str(error) for name in (_FENCING_UNDER_WAY, *(kind.__name__ for kind in _FENCED)))
     return isinstance(error, _FENCED) or named or any(map(_is_fencing, inner))
 
 
