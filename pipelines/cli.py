@@ -123,23 +123,43 @@ def status(
             print(view.as_json(said) if as_json else view.as_text(said))
 
 
-@app.command()
+@app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')
 def tap(
     run: Run,
-    topic: Annotated[str, typer.Argument(metavar="TOPIC")] = "trajectories",
+    topic: Annotated[str, typer.Argument(metavar="[TOPIC]", help="Without one: which there are.")] = "",
+    *,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    since: Annotated[
+        str,
+        typer.Option(metavar="WHEN", help="10m, a time, a position that a tap printed, beginning, now."),
+    ] = "beginning",
+    where: Annotated[str, typer.Option(metavar="EXPR", help="SQL condition on the columns of a row.")] = "",
+    sql: Annotated[str, typer.Option(metavar="SQL", help="A query; its tables are topics.")] = "",
+    decode: Annotated[bool, typer.Option("--decode", help="Add what token ids say, as text.")] = False,
+    arrow: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an Arrow IPC file.")] = None,
+    state: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the position here; go on from it.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=0, help="Rows at most.")] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Read a stream of a run without touching it: live from the broker, later from the archive."""
     with _faults():
-        from pipelines import tap as stream
         from pipelines.runs import find_run
+        from pipelines.tap import Ask
+        from pipelines.tap_output import Output, show
+        from workers.runtime.process import on_stop_signals
 
-        for line in stream.lines(
-            topic, stream.rows(find_run(run, runs_dir), topic, follow, threading.Event()), as_json
-        ):
-            print(line, flush=follow)
+        stopping, signals = threading.Event(), list[int]()
+
+        def stop(number: int) -> None:
+            signals.append(number)
+            stopping.set()
+
+        if follow:
+            on_stop_signals(stop)
+        ask = Ask(follow=follow, since=since, where=where, decode=decode, limit=limit)
+        show(find_run(run, runs_dir), topic, ask, Output(as_json, sql, arrow, state), stopping)
+        raise typer.Exit(130 if signals else 0)
 
 
 @app.command()

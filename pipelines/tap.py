@@ -1,119 +1,186 @@
 """`dora tap`: read a stream of a run without touching it: no group, no commit, nothing the run could notice.
 
-A live run is read from its broker, one that has ended from its archive; the rows are the same.
+    from pipelines.tap import tap
+
+    for batch in tap("quickstart-000", "trajectories", follow=True, where="reward > 0.5"):
+        ...  # pyarrow.RecordBatch with the archive's columns
+
+A live run is read from its archive and its broker, one that has ended from its archive; the rows are the same.
 """
 
-import json
+import difflib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pipelines import children
+import pyarrow as pa
+
+from pipelines import children, tap_columns, tap_positions, tap_source
 from pipelines.config_file import read_resolved
-from schemas import arrow
-from schemas.topics import KINDS, Topics
+from pipelines.runs import find_run
+from pipelines.tap_positions import BEGINNING, Place, Positions
+from pipelines.tap_source import OpenBus, Source
+from pipelines.tokens import PromptTokenizer
+from schemas.topics import KINDS
 from workers.runtime.errors import BadInput
-from workers.taps import archive
-from workers.transport.records.bus import Bus, BusUnavailable, Record
+from workers.transport.records.bus import BusUnavailable
 
-POLL_MS = 500
+ROWS_PER_BATCH_MAX = 4096
+_TEXTS = {"prompt_ids": "prompt_text", "response_ids": "response_text"}
 
 
-def rows(run_dir: Path, kind: str, follow: bool, stopping: threading.Event) -> Iterator[dict[str, Any]]:
-    """Rows of a topic from its beginning; with `follow` until the run ends. BadInput."""
-    if kind not in KINDS:
-        raise BadInput(f"topic {kind!r} is not known; there are {', '.join(KINDS)}")
-    lock = children.read_lock(run_dir)
-    if lock is None or not children.is_live(run_dir) or "broker" not in lock:
-        yield from _archived(run_dir, kind)
-        return
-    seen: dict[int, int] = {}
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What of a topic is asked for. `since`: a text that people write, or positions."""
+
+    topic: str = "trajectories"
+    follow: bool = False
+    since: str | Positions = BEGINNING
+    where: str = ""
+    decode: bool = False
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Rows that were asked for; `after[i]` is the position of `place` once row i was used, `end` after all of it. A
+    part without a place says that there is nothing more for now."""
+
+    batch: pa.RecordBatch
+    place: Place | None
+    after: tuple[tuple[int, int], ...]
+    end: tuple[int, int]
+
+
+def tap(
+    run: str | Path,
+    topic: str = "trajectories",
+    *,
+    follow: bool = False,
+    since: str = BEGINNING,
+    where: str = "",
+    decode: bool = False,
+    limit: int | None = None,
+    runs_dir: str | Path = "runs",
+) -> Iterator[pa.RecordBatch]:
+    """Batches of a topic of a run (a folder, or a name under `runs_dir`). BadInput, BusUnavailable.
+
+    `follow` goes on until the run ends; `since` is a duration (10m), a time, a position, `beginning` or `now`; `where`
+    an SQL condition on the columns; `decode` adds `prompt_text` and `response_text`."""
+    stream = Stream(find_run(str(run), Path(runs_dir)), Ask(topic, follow, since, where, decode, limit))
+    for part in stream.parts():
+        if part.batch.num_rows:
+            yield part.batch
+
+
+class Stream:
+    """Rows of one topic as asked for. `schema` is that of every batch; `source.positions` is what was read so far."""
+
+    def __init__(
+        self, run_dir: Path, ask: Ask, stopping: threading.Event | None = None, open_bus: OpenBus = tap_source.kafka
+    ) -> None:
+        self.kind = known_topic(ask.topic)
+        since = ask.since
+        start = tap_positions.since(self.kind, since) if isinstance(since, str) else tap_positions.Since(since)
+        self.source = Source(run_dir, self.kind, start, follow=ask.follow, stopping=stopping, open_bus=open_bus)
+        self._limit = ask.limit
+        self._texts = _Texts(run_dir, self.kind) if ask.decode else None
+        self.schema = self._decoded(tap_columns.schema_of(self.kind).empty_table()).schema
+        self._where = None
+        if ask.where:
+            from pipelines.tap_sql import Where
+
+            self._where = Where(self.kind, ask.where, self.schema)
+
+    def parts(self) -> Iterator[Shown]:
+        """BusUnavailable (without `follow`); BadInput where `where` cannot be asked of a row."""
+        left = self._limit
+        if left == 0:
+            return
+        for piece in self.source.pieces():
+            rows, after, end = self._decoded(piece.rows), piece.after, piece.end
+            if self._where is not None and rows.num_rows:
+                places = self._where.places(rows)
+                rows, after = rows.take(pa.array(places, pa.int64())), tuple(after[place] for place in places)
+            if left is not None and rows.num_rows >= left:
+                rows, after = rows.slice(0, left), after[:left]
+                end = after[-1]
+            if left is not None:
+                left -= rows.num_rows
+            yield from _batches(rows, piece.place, after, end)
+            if left == 0:
+                return
+
+    def _decoded(self, rows: pa.Table) -> pa.Table:
+        return rows if self._texts is None else self._texts.added(rows)
+
+
+def _batches(
+    rows: pa.Table, place: Place | None, after: tuple[tuple[int, int], ...], end: tuple[int, int]
+) -> Iterator[Shown]:
+    batches = rows.combine_chunks().to_batches(ROWS_PER_BATCH_MAX)
+    if not batches:
+        yield Shown(_empty(rows.schema), place, (), end)
+    start = 0
+    for number, batch in enumerate(batches):
+        part = after[start : start + batch.num_rows]
+        start += batch.num_rows
+        yield Shown(batch, place, part, end if number + 1 == len(batches) else part[-1])
+
+
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+class _Texts:
+    """Adds what token ids say, by the run's own tokenizer. BadInput if the topic has no ids."""
+
+    def __init__(self, run_dir: Path, kind: str) -> None:
+        names = tap_columns.schema_of(kind).names
+        self._columns = {ids: text for ids, text in _TEXTS.items() if ids in names}
+        if not self._columns:
+            raise BadInput(f"--decode: rows of {kind} hold no token ids; trajectories and completions do")
+        self._tokenizer = PromptTokenizer(Path(read_resolved(run_dir).model))
+
+    def added(self, rows: pa.Table) -> pa.Table:
+        for ids, text in self._columns.items():
+            said = [None if value is None else self._tokenizer.text(value) for value in rows.column(ids).to_pylist()]
+            rows = rows.append_column(text, pa.array(said, pa.string()))
+        return rows
+
+
+def known_topic(topic: str) -> str:
+    """The kind of topic. BadInput names the nearest."""
+    if topic in KINDS:
+        return topic
+    near = difflib.get_close_matches(topic, KINDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise BadInput(f"topic {topic!r} is not known: {hint}There are {', '.join(KINDS)}")
+
+
+def table_of(run_dir: Path, topic: str, ask: Ask) -> pa.Table:
+    """All rows of now."""
+    stream = Stream(run_dir, Ask(topic, False, ask.since, ask.where, ask.decode, ask.limit))
+    return pa.Table.from_batches([part.batch for part in stream.parts()], schema=stream.schema)
+
+
+def topics_of(run_dir: Path, open_bus: OpenBus = tap_source.kafka) -> list[Mapping[str, object]]:
+    """Every kind of topic with the rows that it has now and what it is. One connection for all. BusUnavailable."""
+    broker = (children.read_lock(run_dir) or {}).get("broker") if children.is_live(run_dir) else None
+    if broker is None:
+        return [_topic(run_dir, kind, open_bus) for kind in KINDS]
+    with open_bus(read_resolved(run_dir), broker) as bus:
+        return [_topic(run_dir, kind, lambda *_: nullcontext(bus)) for kind in KINDS]
+
+
+def _topic(run_dir: Path, kind: str, open_bus: OpenBus) -> Mapping[str, object]:
+    source = Source(run_dir, kind, tap_positions.since(kind, BEGINNING), open_bus=open_bus)
     try:
-        for row in _live(run_dir, lock["broker"], kind, follow, stopping):
-            seen[row["partition"]] = row["offset"]
-            yield row
+        rows = source.count()
     except BusUnavailable:
         if children.is_live(run_dir):
             raise
-        # The run ended meanwhile and took its broker along: its archive has the rest.
-        yield from (row for row in _archived(run_dir, kind) if row["offset"] > seen.get(row["partition"], -1))
-
-
-def _live(run_dir: Path, broker: str, kind: str, follow: bool, stopping: threading.Event) -> Iterator[dict[str, Any]]:
-    from workers.transport.records.kafka_bus import open_bus
-
-    settings = read_resolved(run_dir)
-    bus = open_bus(settings, broker)
-    try:
-        yield from read_log(bus, Topics(settings.name), kind, lambda: follow and children.is_live(run_dir), stopping)
-    finally:
-        bus.close()
-
-
-def read_log(
-    bus: Bus, topics: Topics, kind: str, more: Callable[[], bool], stopping: threading.Event
-) -> Iterator[dict[str, Any]]:
-    """Rows of all topics of a kind: up to the end of now, or on while `more()`. BusUnavailable."""
-    reader = bus.reader()
-    try:
-        reading: set[tuple[str, int]] = set()
-        while not stopping.is_set():
-            there = _partitions(bus, topics, kind)
-            for topic, partition in sorted(there - reading):
-                reader.add(topic, partition, "earliest")
-            reading |= there
-            records = reader.poll(POLL_MS)
-            for record in records:
-                yield from _of_record(kind, record)
-            if not records and reader.at_end() and not more():
-                return
-    finally:
-        reader.close()
-
-
-def _partitions(bus: Bus, topics: Topics, kind: str) -> set[tuple[str, int]]:
-    found = bus.topics(topics.prefix + kind)
-    return {
-        (topic, partition) for topic, count in found.items() if topics.kind(topic) == kind for partition in range(count)
-    }
-
-
-def _of_record(kind: str, record: Record) -> Iterator[dict[str, Any]]:
-    where = {"partition": record.partition, "offset": record.offset}
-    if kind in archive.TOKEN_KINDS:
-        for row in arrow.to_rows(arrow.to_table(record.value)):
-            yield row | where
-    else:
-        yield where | {"timestamp": record.timestamp_us, "value": json.loads(record.value)}
-
-
-def _archived(run_dir: Path, kind: str) -> Iterator[dict[str, Any]]:
-    table = archive.read(run_dir, kind)
-    if kind in archive.TOKEN_KINDS:
-        yield from arrow.to_rows(table)
-        return
-    for row in table.to_pylist():
-        at = int(row["timestamp"].timestamp() * 1e6)
-        yield {
-            "partition": row["partition"],
-            "offset": row["offset"],
-            "timestamp": at,
-            "value": json.loads(row["value"]),
-        }
-
-
-def lines(kind: str, found: Iterable[Mapping[str, Any]], as_json: bool) -> Iterator[str]:
-    """One line per row: JSON, or the part that people look for."""
-    for row in found:
-        if as_json:
-            yield json.dumps(row, ensure_ascii=False)
-        elif kind in archive.TOKEN_KINDS:
-            score = "-" if row["reward"] is None else f"{row['reward']:.3f}"
-            path = " -> ".join(stay["engine"] for stay in row["engine_path"])
-            yield (
-                f"group {row['group']} sample {row['index']} version {row['version']} {row['finish_reason']} "
-                f"{len(row['response_ids'])} tokens reward {score} engines {path}"
-            )
-        else:
-            yield f"{row['offset']} {json.dumps(row['value'], ensure_ascii=False)}"
+        rows = Source(run_dir, kind, tap_positions.since(kind, BEGINNING)).count()  # it ended meanwhile
+    return {"topic": kind, "rows": rows, "what": tap_columns.WHAT[kind]}

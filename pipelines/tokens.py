@@ -5,6 +5,7 @@ fraction of a second; a folder without `tokenizer.json` is read with transformer
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -23,7 +24,10 @@ class PromptTokenizer:
         if (folder / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
-            self._fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            try:
+                self._fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the library raises nothing narrower
+                raise BadInput(f"model: {folder / 'tokenizer.json'} cannot be read: {error}") from error
             self._fast.no_truncation()
             self._fast.no_padding()
         elif (folder / "tokenizer_config.json").is_file():
@@ -37,10 +41,19 @@ class PromptTokenizer:
 
     def ids(self, prompt: str, template: Literal["chat", "plain"]) -> list[int]:
         """Token ids of one user turn with the generation prompt (`chat`), or of the bare text (`plain`)."""
-        text, special = (self._chat(prompt), False) if template == "chat" else (prompt, True)
+        text, special = self.rendered(prompt, template), template == "plain"
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         return list(self._slow(text, add_special_tokens=special)["input_ids"])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What these ids say, special tokens included."""
+        decode = self._slow if self._fast is None else self._fast
+        return str(decode.decode(list(ids), skip_special_tokens=False))
+
+    def rendered(self, prompt: str, template: Literal["chat", "plain"]) -> str:
+        """The text that `ids` are the tokens of."""
+        return self._chat(prompt) if template == "chat" else prompt
 
     def _chat(self, prompt: str) -> str:
         if self._template is None:
@@ -67,7 +80,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return {}
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"model: {file} is not JSON: {error}") from error
     return config
 
 

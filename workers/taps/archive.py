@@ -196,6 +196,18 @@ def _header(record: Record) -> dict[str, Any]:
     }
 
 
+def schema_of(kind: str) -> pa.Schema:
+    """Columns of the archive's files of a kind."""
+    return _TOKEN_SCHEMAS.get(kind, TEXT_SCHEMA)
+
+
+def rows_of(kind: str, record: Record) -> pa.Table:
+    """A record as rows of its archive file. ValueError; RecursionError if its JSON is nested too deeply."""
+    if kind in TOKEN_KINDS:
+        return _token_table(kind, record)
+    return pa.Table.from_pylist([_text(record)], TEXT_SCHEMA)
+
+
 def write_file(file: Path, table: pa.Table) -> None:
     """Write, sync, rename into place, sync the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -210,28 +222,42 @@ def write_file(file: Path, table: pa.Table) -> None:
 def read(run_dir: Path, kind: str) -> pa.Table:
     """All archived records of a kind (`trajectories`, `journal`, `requests` of all versions, ...), in the order of
     topic, partition, offset; what was archived twice comes once. Empty if there is nothing."""
-    tables = [
-        table.filter(pa.array(keep))
-        for folder in _folders(run_dir / "archive", kind)
-        for table, keep in _without_doubles(folder)
-    ]
-    schema = _TOKEN_SCHEMAS.get(kind, TEXT_SCHEMA)
-    return pa.concat_tables([schema.empty_table(), *tables])
+    return pa.concat_tables([schema_of(kind).empty_table(), *(table for _, _, table in files(run_dir, kind))])
+
+
+def files(run_dir: Path, kind: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, int, pa.Table]]:
+    """(topic without prefix, partition, rows) of each archived file of a kind, as `read` orders them; with `columns`
+    only these (`offset` among them)."""
+    for folder in _folders(run_dir / "archive", kind):
+        for partition, table, keep in _without_doubles(folder, columns):
+            yield folder.name, partition, table.filter(pa.array(keep, pa.bool_()))
 
 
 def _folders(archive: Path, kind: str) -> list[Path]:
-    return sorted(folder for folder in archive.glob(f"{kind}*") if folder.name.split(".", maxsplit=1)[0] == kind)
+    """Of a kind, or of one topic (`requests.v000012`)."""
+    return sorted(
+        folder for folder in archive.glob(f"{kind}*") if kind in (folder.name, folder.name.split(".", maxsplit=1)[0])
+    )
 
 
-def _without_doubles(folder: Path) -> Iterator[tuple[pa.Table, list[bool]]]:
-    """Each file with a mask of the rows whose (partition, offset) no earlier file had."""
+def _without_doubles(folder: Path, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table, list[bool]]]:
+    """Partition and rows of each file, with a mask of the rows whose offset no earlier file had."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: [int(part) for part in file.name.split(".")[:2]])
     ends: dict[int, int] = {}
     for file in files:
-        with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
-            table = reader.read_all()
+        table = _read_file(file, columns)
         partition = int(file.name.split(".", maxsplit=1)[0])
         offsets = table.column("offset").to_pylist()
         end = ends.get(partition, 0)
-        yield table, [offset >= end for offset in offsets]
+        yield partition, table, [offset >= end for offset in offsets]
         ends[partition] = max([end, *(offset + 1 for offset in offsets)])
+
+
+def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
+    with pa.memory_map(str(file)) as source:
+        with pa.ipc.open_file(source) as reader:
+            if not columns:
+                return reader.read_all()
+            places = [reader.schema.get_field_index(name) for name in columns]
+        with pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=places)) as reader:
+            return reader.read_all()
