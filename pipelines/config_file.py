@@ -1,7 +1,9 @@
 """A configuration file -> settings that mean the same from any folder; and the resolved copy in a run's folder."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pipelines.runs import RESOLVED
 from schemas.settings import Settings, SettingsError, parse_settings
@@ -9,7 +11,7 @@ from workers.runtime.errors import BadInput
 
 
 def read_settings(config: Path, overrides: Iterable[str] = ()) -> Settings:
-    """Settings of a TOML file; dataset paths become absolute (from the file's folder). BadInput."""
+    """Settings of a TOML file; paths of datasets and graders become absolute (from the file's folder). BadInput."""
     try:
         text = config.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -27,7 +29,8 @@ def read_settings(config: Path, overrides: Iterable[str] = ()) -> Settings:
         dataset.model_copy(update={"path": str((folder / dataset.path).resolve())}) if dataset.path else dataset
         for dataset in settings.dataset
     )
-    return settings.model_copy(update={"dataset": datasets})
+    reward = settings.reward.model_copy(update={"path": str((folder / settings.reward.path).resolve())})
+    return settings.model_copy(update={"dataset": datasets, "reward": reward})
 
 
 def read_resolved(run_dir: Path) -> Settings:
@@ -46,15 +49,39 @@ def write_resolved(settings: Settings, run_dir: Path) -> None:
     unfinished.replace(run_dir / RESOLVED)
 
 
+MAY_CHANGE = ("steps", "broker", "prefect", "kafka", "runs_dir", "reward.path")
+"""Keys of a run that say nothing of what it computes. (`steps` has a rule of its own.)"""
+
+
 def refuse_changes(before: Settings, after: Settings) -> None:
     """A resumed run is the same run: only `steps` may grow, and where its services are may change. BadInput."""
-    free = {"steps", "broker", "prefect", "kafka", "runs_dir"}
-    old, new = before.model_dump(), after.model_dump()
-    changed = [name for name in old if name not in free and old[name] != new[name]]
+    changed = list(_changed("", before.model_dump(), after.model_dump()))
     if changed:
+        shown = "\n  ".join(changed)
         raise BadInput(
-            f"--resume: {', '.join(changed)} differ(s) from run {before.name} as it was started; "
-            f"only `steps` may grow. Resume with that run's own {RESOLVED}, or start a new run."
+            f"--resume: {len(changed)} key(s) differ from run {before.name} as it was started:\n  {shown}\n"
+            f"Only `steps` may grow. Resume with that run's own {RESOLVED}, or start a new run."
         )
     if after.steps < before.steps:
         raise BadInput(f"--resume: steps = {after.steps}, the run has {before.steps} already: steps may only grow")
+
+
+def _changed(key: str, old: Any, new: Any) -> Iterator[str]:
+    """`key: old -> new` of all that may not change, each key with its dots."""
+    if old == new or key in MAY_CHANGE:
+        return
+    prefix = f"{key}." if key else ""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from _changed(f"{prefix}{name}", old.get(name), new.get(name))
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for place, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _changed(f"{prefix}{place}", one, other)
+    elif isinstance(old, tuple) and isinstance(new, tuple):
+        yield f"{key}: {len(old)} tables -> {len(new)}"
+    else:
+        yield f"{key}: {_said(old)} -> {_said(new)}"
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False, default=str)

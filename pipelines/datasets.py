@@ -1,16 +1,18 @@
-"""Rows of the datasets: read from JSONL or made by reasoning-gym, checked before anything starts.
+"""Rows of the datasets: read from files (`dataset_files.py`) or made by reasoning-gym, checked before anything starts.
 
 Rule 1: whatever is wrong with a file is said with the file, the row and what to do; up to ten rows at once.
 Rule 2: a dataset's rows are a pure function of its settings and the run's seed.
-Columns: prompt, answer; optional max_new_tokens (int), metadata (object), id (unique). Rows count from 0, lines from 1.
+Columns: prompt, answer; optional max_new_tokens (int), metadata (object, or its JSON text), id (unique).
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pipelines.dataset_files import records
 from schemas.settings import Columns, Dataset, Settings
 from workers.runtime.errors import BadInput
 
@@ -53,30 +55,28 @@ def read_tables(settings: Settings) -> list[Table]:
 
 
 def read_rows(path: Path, columns: Columns, rows_max: int = 0) -> tuple[Row, ...]:
-    """The rows of a JSONL file, the first `rows_max` (0 = all). BadInput lists what is wrong."""
+    """The rows of a dataset's files, the first `rows_max` (0 = all). BadInput lists what is wrong."""
     rows: list[Row] = []
     faults: list[str] = []
     seen: dict[str, str] = {}
     lacks = _Lacks(path, columns)
-    for number, line in _lines(path):
-        if rows_max and len(rows) + len(faults) >= rows_max:
-            break
-        place = f"row {len(rows) + len(faults)} (line {number})"
+    for found in islice(records(path), rows_max or None):
         try:
-            record = _record(line)
-            lacks.look(record)
-            row = _row(place, record, columns)
-            _refuse_double_id(record, place, seen)
+            if found.record is None:
+                raise _BadRow(found.fault)
+            lacks.look(found.record)
+            row = _row(found.place, found.record, columns)
+            _refuse_double_id(found.record, found.place, seen)
             rows.append(row)
         except _BadRow as fault:
-            faults.append(f"{place}: {fault}")
+            faults.append(f"{found.place}: {fault}")
     lacks.refuse()
     if faults:
         shown = "\n  ".join(faults[:FAULTS_SHOWN_MAX])
         more = f"\n  and {len(faults) - FAULTS_SHOWN_MAX} more" if len(faults) > FAULTS_SHOWN_MAX else ""
         raise BadInput(f"{path}: {len(faults)} bad row(s):\n  {shown}{more}\nCorrect or remove them.")
     if not rows:
-        raise BadInput(f"{path}: the file has no rows")
+        raise BadInput(f"{path}: there are no rows in it")
     return tuple(rows)
 
 
@@ -101,31 +101,6 @@ def make_rows(task: str, count: int, seed: int) -> tuple[Row, ...]:
 
 class _BadRow(Exception):
     """Why one row cannot be used."""
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, counted from 1."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; dataset.path is looked up from the configuration's folder") from None
-    except (IsADirectoryError, PermissionError) as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _record(line: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRow(f"not UTF-8 (byte {error.start} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise _BadRow(f"not JSON: {error.msg} (column {error.colno})") from error
-    if not isinstance(value, dict):
-        raise _BadRow(f"a JSON object is needed, this is {type(value).__name__}")
-    return value
 
 
 class _Lacks:
@@ -168,22 +143,32 @@ def _row(place: str, record: Mapping[str, Any], columns: Columns) -> Row:
     limit = record.get("max_new_tokens")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise _BadRow(f"max_new_tokens is {_shown(limit)}: a whole number from 1 on is needed")
-    metadata = record.get("metadata", {})
+    return Row(place, prompt, str(answer), limit, _metadata(record.get("metadata")))
+
+
+def _metadata(given: Any) -> str:
+    """Files without objects hold its JSON text."""
+    metadata = {} if given is None else given
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            metadata = given
     if not isinstance(metadata, dict):
-        raise _BadRow(f"metadata is {_shown(metadata)}: an object is needed")
-    return Row(place, prompt, str(answer), limit, json.dumps(metadata, ensure_ascii=False))
+        raise _BadRow(f"metadata is {_shown(given)}: an object is needed")
+    return json.dumps(metadata, ensure_ascii=False, default=str)
 
 
 def _refuse_double_id(record: Mapping[str, Any], place: str, seen: dict[str, str]) -> None:
     identity = record.get("id")
     if identity is None:
         return
-    key = json.dumps(identity, sort_keys=True)
+    key = json.dumps(identity, sort_keys=True, default=str)
     if key in seen:
         raise _BadRow(f"id {key} is already that of {seen[key]}")
     seen[key] = place
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

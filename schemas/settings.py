@@ -91,19 +91,20 @@ class Reward(Section):
     pool: int = Field(2, ge=1, description="Grader subprocesses of one scorer.")
     timeout_s: float = Field(10.0, gt=0, description="Limit of one grading.")
     memory_mib: int = Field(2048, ge=64, description="Address space of one grader subprocess.")
+    path: str = Field("", description="Folder of your own graders' modules; empty = the configuration's folder.")
 
 
 class Columns(Section):
     """Which columns of the file are which."""
 
-    prompt: str = "prompt"
-    answer: str = "answer"
+    prompt: str = Field("prompt", min_length=1, description="Column of the prompt.")
+    answer: str = Field("answer", min_length=1, description="Column of the reference answer.")
 
 
 class Dataset(Section):
     """Rows to train or evaluate on."""
 
-    path: str = Field("", description="JSONL file, relative to the configuration's folder; or use `task`.")
+    path: str = Field("", description="JSONL, Parquet (file or folder) or a folder saved by `datasets`; from the configuration's folder. Or `task`.")
     task: str = Field("", description="`reasoning_gym:<task>`: rows are made, not read.")
     rows: int = Field(0, ge=0, description="Rows to make for `task`; 0 = all of a file.")
     grader: str = Field("last_integer", description="last_integer, math_verify, reasoning_gym:<task>, module:function.")

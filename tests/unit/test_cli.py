@@ -84,7 +84,13 @@ def test_a_resume_may_only_grow_steps(tmp_path: Path) -> None:
     fewer = dora("run", config, "--resume", "--set", "name=r", "--set", "steps=1")
     assert (fewer.exit_code, "steps may only grow" in fewer.stderr) == (2, True)
     other = dora("run", config, "--resume", "--set", "name=r", "--set", "group_size=4")
-    assert (other.exit_code, "group_size differ" in other.stderr) == (2, True)
+    assert (other.exit_code, "group_size: 2 -> 4" in other.stderr) == (2, True)
+    deep = dora("run", config, "--resume", "--set", "name=r", "--set", "sampling.temperature=0.5", "--set", "vllm.x=1")
+    assert deep.exit_code == 2
+    assert "2 key(s) differ" in deep.stderr
+    assert "  sampling.temperature: 1.0 -> 0.5\n  vllm.x: not set -> 1\n" in deep.stderr
+    data = dora("run", config, "--resume", "--set", "name=r", "--set", "dataset=[{path='rows.jsonl', weight=2}]")
+    assert "  dataset.0.weight: 1.0 -> 2.0\n" in data.stderr
     gone = dora("run", config, "--resume", "--set", "name=nobody")
     assert (gone.exit_code, "no run here" in gone.stderr) == (2, True)
 

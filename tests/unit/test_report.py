@@ -7,8 +7,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from pipelines import pictures, report, tap
+from pipelines import pictures, report
+from pipelines.cli import app
+from pipelines.config_file import write_resolved
 from pipelines.tally import Tally
 from schemas import messages as m
 from schemas.settings import Settings
@@ -187,17 +190,13 @@ def test_a_curve_of_many_steps_stays_small() -> None:
     assert svg.startswith("<svg")
 
 
-def test_a_tap_of_an_ended_run_reads_the_archive(run_dir: Path) -> None:
-    import threading
-
-    rows = list(tap.rows(run_dir, "trajectories", follow=False, stopping=threading.Event()))
-    assert len(rows) == 5
-    assert "group 11 sample 0 version 0 stop 2 tokens reward 1.000 engines 0 -> 1" in list(
-        tap.lines("trajectories", rows, as_json=False)
-    )
-    points = list(tap.rows(run_dir, "metrics", follow=False, stopping=threading.Event()))
-    assert points[-1]["value"]["values"] == {"loss": 0.25}
-    assert [json.loads(line) for line in tap.lines("metrics", points, as_json=True)] == points
+def test_a_tap_of_an_ended_run_reads_the_archive(run_dir: Path, settings: Settings) -> None:
+    write_resolved(settings, run_dir)
+    said = CliRunner().invoke(app, ["tap", str(run_dir), "trajectories"]).stdout.splitlines()
+    assert len(said) == 5
+    assert "group 11 sample 0 version 0 stop 2 tokens reward 1.000 engines 0 -> 1" in said
+    points = CliRunner().invoke(app, ["tap", str(run_dir), "metrics", "--json"]).stdout.splitlines()
+    assert json.loads(points[-1])["value"]["values"] == {"loss": 0.25}
 
 
 def test_the_night_between_stop_and_resume_is_not_the_runs_time(tmp_path: Path, settings: Settings) -> None:

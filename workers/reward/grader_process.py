@@ -129,6 +129,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--memory-mib", type=int, required=True)
+    parser.add_argument("--path", default="")
     parser.add_argument("graders", nargs="*")
     given = parser.parse_args(argv)
     die_with_parent()
@@ -136,6 +137,8 @@ def main(argv: list[str]) -> int:
     limit = given.memory_mib << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if given.path:
+        sys.path.insert(0, given.path)
     child = GraderProcess(sink, decoder(given.model), given.model)
     if not child.preload(given.graders):
         return 2

@@ -100,11 +100,12 @@ class _Child:
 class Pool:
     """`size` grader processes."""
 
-    def __init__(self, size: int, limits: Limits, model: Path, graders: Sequence[str] = ()) -> None:
-        """`graders` are loaded ahead; BadInput comes from `collect` if one of them cannot be."""
+    def __init__(self, size: int, limits: Limits, model: Path, graders: Sequence[str] = (), *, path: str = "") -> None:
+        """`graders` are loaded ahead; BadInput comes from `collect` if one of them cannot be. Modules in the folder
+        `path` are found first."""
         self._limits = limits
         self._command = [sys.executable, "-W", "ignore", "-m", "workers.reward.grader_process"]
-        self._command += ["--model", str(model), "--memory-mib", str(limits.memory_mib), "--", *graders]
+        self._command += ["--model", str(model), "--memory-mib", str(limits.memory_mib), "--path", path, "--", *graders]
         self._selector = selectors.DefaultSelector()
         self._queue: deque[Item] = deque()
         self._tries: dict[int, int] = {}

@@ -80,7 +80,7 @@ class Scorer:
         self._timeout_s = settings.broker.timeout_s
         limits = Limits(settings.reward.timeout_s, settings.reward.memory_mib)
         names = sorted(set(self._graders.values()))
-        self._pool = Pool(settings.reward.pool, limits, Path(settings.model), names)
+        self._pool = Pool(settings.reward.pool, limits, Path(settings.model), names, path=settings.reward.path)
         self._reader = bus.subscribe(process.topics.group("reward"), [process.topics.completions])
         self._producer = bus.producer()
         self._waiting: dict[int, Row] = {}
