@@ -61,7 +61,7 @@ def _code_of(error: Exception) -> int | None:
     return 1 if isinstance(error, DoraError | BusUnavailable) else None
 
 
-@app.command()
+@app.command(epilog="Example: dora run configs/quickstart.toml --set steps=5")
 def run(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file, e.g. configs/quickstart.toml.")],
     overrides: Overrides = None,
@@ -74,36 +74,50 @@ def run(
         raise typer.Exit(run_config(config, overrides or [], resume))
 
 
-@app.command()
-def validate(
-    target: Annotated[
-        Path, typer.Argument(metavar="CONFIG|DATASET", help="A .toml configuration or a .jsonl dataset.")
-    ],
-    overrides: Overrides = None,
-    prompt: Annotated[str, typer.Option(help="Dataset: column of the prompt.")] = "prompt",
-    answer: Annotated[str, typer.Option(help="Dataset: column of the answer.")] = "answer",
+@app.command(epilog="Example: dora init my_run.toml && dora validate my_run.toml")
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="A new configuration file.")] = Path("my_run.toml"),
     as_json: AsJson = False,
 ) -> None:
-    """Find every mistake in a configuration or a dataset without starting anything."""
+    """Write a configuration with every key explained, and rows and a reward function to begin with."""
     with _faults():
-        from pipelines import config_file
-        from pipelines import validate as checks
+        from pipelines.init import init as write
+
+        written = [str(path) for path in write(file)]
+        if as_json:
+            print(json.dumps({"written": written}))
+        else:
+            print(f"wrote {', '.join(written)}; next: dora validate {file}")
+
+
+@app.command(epilog="Example: dora validate configs/quickstart.toml; dora validate rows.parquet --prompt question")
+def validate(
+    target: Annotated[
+        Path, typer.Argument(metavar="CONFIG|DATASET", help="A .toml configuration; or a dataset's file or folder.")
+    ],
+    *,
+    overrides: Overrides = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Config: a model that is not here, and this machine, are not checked.")
+    ] = False,
+    prompt: Annotated[str, typer.Option(help="Dataset: column of the prompt.")] = "prompt",
+    answer: Annotated[str, typer.Option(help="Dataset: column of the answer.")] = "answer",
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Dataset: show rows as this model sees them.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Find every mistake in a configuration or a dataset without starting anything; show its first rows."""
+    with _faults():
+        from pipelines import validated
         from schemas.settings import Columns
 
         if target.suffix == ".toml":
-            checked = checks.check_settings(config_file.read_settings(target, overrides or []))
-            rows, notes, more = checked.rows, checked.settings.notes(), {"prompt_tokens_max": checked.tokens_max}
+            found = validated.configuration(target, overrides or [], offline=offline)
         else:
-            columns = Columns(prompt=prompt, answer=answer)
-            rows, notes, more = {str(target): checks.check_dataset(target, columns)}, [], {}
-        if as_json:
-            print(json.dumps({"valid": True, "source": str(target), "rows": rows, "notes": notes, **more}))
-        else:
-            counts = ", ".join(f"{name}: {count} rows" for name, count in rows.items())
-            print("\n".join([f"{target} is valid ({counts})", *(f"note: {note}" for note in notes)]))
+            found = validated.dataset(target, Columns(prompt=prompt, answer=answer), model)
+        validated.show(found, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: dora status quickstart-000 --watch")
 def status(
     run: Run,
     watch: Annotated[bool, typer.Option("--watch", help="Go on every second until the run ends.")] = False,
@@ -162,7 +176,7 @@ def tap(
         raise typer.Exit(130 if signals else 0)
 
 
-@app.command()
+@app.command(epilog="Example: dora export quickstart-000 my-model --version 30")
 def export(
     run: Run,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
@@ -180,7 +194,7 @@ def export(
         print(json.dumps(said) if as_json else f"version {version} is in {folder}")
 
 
-@app.command()
+@app.command(epilog="Example: dora doctor --json")
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine: libraries, Java, memory, disk."""
     with _faults():
@@ -200,7 +214,7 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(0 if all(check.ok for check in found) else 1)
 
 
-@app.command()
+@app.command(epilog="Example: dora worker rollout --run-dir runs/quickstart-000 --broker 127.0.0.1:9092 --number 1")
 def worker(
     kind: Annotated[
         str, typer.Argument(metavar="KIND", help="orchestrator, rollout, reward, trainer, archive, prompts")

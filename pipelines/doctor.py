@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 
 from pipelines.device import best_dtype
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MEMORY_GIB_MIN = 6
 DISK_GIB_MIN = 5
 _NEEDED = {
@@ -54,8 +55,19 @@ def _dtype() -> Check:
     return Check("dtype", True, f"auto = {best_dtype()} here")
 
 
+def memory() -> tuple[float, float]:
+    """All of this machine's memory and what is free of it, GiB; within the limit of the container that we are in."""
+    seen = psutil.virtual_memory()
+    total, available = float(seen.total), float(seen.available)
+    try:
+        limit = float(CGROUP_LIMIT.read_text())
+    except (OSError, ValueError):  # none, or "max"
+        limit = total
+    return min(total, limit) / 2**30, min(available, limit) / 2**30
+
+
 def _memory() -> Check:
-    free = psutil.virtual_memory().available / 2**30
+    _, free = memory()
     advice = f"{MEMORY_GIB_MIN} GiB free memory for the quickstart (two engines, trainer, broker)"
     return Check("memory", free >= MEMORY_GIB_MIN, f"{free:.1f} GiB free", advice)
 

@@ -111,3 +111,16 @@ def labelled(headline: str, rows: Sequence[tuple[str, str]]) -> Any:
     for label, text in rows:
         table.add_row(Text(f"  {label}", "bold cyan"), Text(text))
     return Group(Text(headline, "bold"), table)
+
+
+def print_labelled(headline: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Labels with texts on stdout: drawn on a terminal, plain lines otherwise."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(labelled(headline, rows))
+        return
+    print(headline)
+    for label, text in rows:
+        first, *others = text.splitlines() or [""]
+        print("\n".join([f"  {label:<9}{first}", *(f"  {'':<9}{line}" for line in others)]))

@@ -69,19 +69,19 @@ class Training(Section):
 
     kind: Literal["megatron", "paced"] = Field("megatron", description="megatron = real; paced = sleeps, no model.")
     learning_rate: float = Field(1e-6, ge=0, description="AdamW.")
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0, description="AdamW.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW.")
     clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + clip_high.")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo")
-    loss_level: Literal["token", "sequence"] = Field("token")
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="Relative to a group's other samples.")
+    loss_level: Literal["token", "sequence"] = Field("token", description="What weighs the same in a batch.")
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward pass; a shared prompt counts once.")
     threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
-    checkpoints_keep: int = Field(2, ge=1)
+    checkpoints_keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
 
 class Reward(Section):
@@ -104,11 +104,15 @@ class Columns(Section):
 class Dataset(Section):
     """Rows to train or evaluate on."""
 
-    path: str = Field("", description="JSONL, Parquet (file or folder) or a folder saved by `datasets`; from the configuration's folder. Or `task`.")
+    path: str = Field(
+        "",
+        description="JSONL, Parquet (a file or a folder of them) or a folder that `datasets` saved, relative to the "
+        "configuration's folder; or use `task`.",
+    )
     task: str = Field("", description="`reasoning_gym:<task>`: rows are made, not read.")
     rows: int = Field(0, ge=0, description="Rows to make for `task`; 0 = all of a file.")
     grader: str = Field("last_integer", description="last_integer, math_verify, reasoning_gym:<task>, module:function.")
-    purpose: Literal["train", "eval"] = Field("train")
+    purpose: Literal["train", "eval"] = Field("train", description="eval = held out, never trained.")
     weight: float = Field(1.0, gt=0, description="Share of this dataset among those of its purpose.")
     template: Literal["chat", "plain"] = Field("chat", description="chat = the tokenizer's chat template.")
     columns: Columns = Columns()
@@ -126,7 +130,7 @@ class Evaluation(Section):
     """Held-out rows (`purpose = "eval"`), sampled at the first and the last version."""
 
     samples: int = Field(0, ge=0, description="Samples per row; 0 = no evaluation.")
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature of held-out samples.")
 
 
 class Broker(Section):
@@ -149,8 +153,8 @@ class Settings(Section):
 
     name: str = Field("", description="Run name; empty = <config>-<nnn>.")
     runs_dir: str = Field("runs", description="Folder of run folders.")
-    mode: Literal["sync", "dora"] = Field("dora")
-    seed: int = Field(0, ge=0)
+    mode: Literal["sync", "dora"] = Field("dora", description="sync = each step waits for its own rollouts (K = 0).")
+    seed: int = Field(0, ge=0, description="Of the order of rows and of every sample.")
     steps: int = Field(0, ge=0, description="Training steps; 0 = until the datasets' epochs are used up.")
     epochs: int = Field(0, ge=0, description="Passes over the training rows; 0 = as many as `steps` need.")
     model: str = Field(

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import datasets, prompts
@@ -217,3 +219,98 @@ def test_the_end_of_the_last_epoch_is_said_with_the_number_of_rows(tmp_path: Pat
         (record,) = reader.poll(int(LIMIT_S * 1000))
         assert decode(STATUS, record.value, record.headers) == PromptsEnded(rows=7)
     assert bus.end_offsets(topics.prompts) == {0: 7}
+
+
+def _parquet(file: Path, rows: list[dict[str, object]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def _saved(folder: Path, parts: list[list[dict[str, object]]]) -> Path:
+    """As `datasets.Dataset.save_to_disk` writes: Arrow streams, and `state.json` that says their order."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
+    for name, rows in zip(names, parts, strict=True):
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_parquet_files_folders_and_saved_datasets_give_the_rows_of_jsonl(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"question": f"{n}?", "answer": n, "id": n, "metadata": {"unseen": n > 2}, "max_new_tokens": 5}
+        for n in range(5)
+    ]
+    columns = Columns(prompt="question")
+    write_rows(tmp_path / "rows.jsonl", rows)
+    wanted = [
+        (r.prompt, r.answer, r.metadata, r.max_new_tokens) for r in datasets.read_rows(tmp_path / "rows.jsonl", columns)
+    ]
+    _parquet(tmp_path / "folder" / "a.parquet", rows[:3])
+    _parquet(tmp_path / "folder" / "b.parquet", rows[3:])
+    for path in (
+        _parquet(tmp_path / "rows.parquet", rows),
+        tmp_path / "folder",
+        _saved(tmp_path / "saved", [rows[:1], rows[1:]]),
+    ):
+        read = datasets.read_rows(path, columns)
+        assert [(r.prompt, r.answer, r.metadata, r.max_new_tokens) for r in read] == wanted, path
+        assert [r.place for r in read] == [f"row {n}" for n in range(5)]
+    assert len(datasets.read_rows(tmp_path / "folder", columns, rows_max=4)) == 4
+
+
+def test_metadata_may_be_json_text_where_files_have_no_objects(tmp_path: Path) -> None:
+    file = _parquet(tmp_path / "a.parquet", [{"prompt": "a", "answer": "1", "metadata": '{"unseen": true}'}])
+    assert _read(file)[0].metadata == '{"unseen": true}'
+    with pytest.raises(BadInput, match=r'row 0: metadata is "no object": an object is needed'):
+        _read(_parquet(tmp_path / "b.parquet", [{"prompt": "a", "answer": "1", "metadata": "no object"}]))
+
+
+def test_bad_rows_of_a_parquet_file_are_named(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": "a", "answer": "1", "id": 1},
+        {"prompt": None, "answer": "2", "id": 2},
+        {"prompt": "c", "answer": None, "id": 1},
+    ]
+    with pytest.raises(BadInput, match=r"(?s)2 bad row\(s\).*row 1: prompt is null.*row 2: answer is null"):
+        _read(_parquet(tmp_path / "a.parquet", rows))
+    with pytest.raises(BadInput, match=r"row 1: id 1 is already that of row 0"):
+        _read(_parquet(tmp_path / "b.parquet", [rows[0], {**rows[0], "prompt": "b"}]))
+    with pytest.raises(BadInput, match=r"no column 'prompt'.*columns are: answer, question"):
+        _read(_parquet(tmp_path / "c.parquet", [{"question": "a", "answer": "1"}]))
+
+
+def test_folders_and_files_that_are_no_dataset_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match="no data files in this folder: write JSONL, Parquet"):
+        _read(tmp_path / "empty")
+    _parquet(tmp_path / "hub" / "data" / "train.parquet", [{"prompt": "a", "answer": "1"}])
+    with pytest.raises(BadInput, match="there are Parquet files in data: name that folder"):
+        _read(tmp_path / "hub")
+    _saved(tmp_path / "splits" / "train", [[{"prompt": "a", "answer": "1"}]])
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(BadInput, match=r"several splits \(train\)"):
+        _read(tmp_path / "splits")
+    (tmp_path / "splits" / "train" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(BadInput, match=r"data-00000-of-00001\.arrow: no such file, but .*state\.json names it"):
+        _read(tmp_path / "splits" / "train")
+    (tmp_path / "bad.parquet").write_text('{"prompt": "a", "answer": "1"}')
+    with pytest.raises(BadInput, match=r"bad\.parquet: cannot be read as Parquet"):
+        _read(tmp_path / "bad.parquet")
+    none = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
+    pq.write_table(none, tmp_path / "none.parquet")
+    with pytest.raises(BadInput, match="no rows"):
+        _read(tmp_path / "none.parquet")
+
+
+def test_a_dataset_of_parquet_trains_beside_one_of_jsonl(tmp_path: Path) -> None:
+    some_settings(tmp_path)
+    _parquet(tmp_path / "more.parquet", [{"question": "7", "answer": "7"}] * 2)
+    dataset = [{"path": "rows.jsonl"}, {"path": "more.parquet", "weight": 2.0, "columns": {"prompt": "question"}}]
+    settings = some_settings(tmp_path, dataset=dataset)
+    tables = tuple(datasets.read_tables(settings))
+    assert Counter(place.table for place in islice(prompts.order(settings, tables), 30)) == {0: 10, 1: 20}

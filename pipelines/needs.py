@@ -1,0 +1,109 @@
+"""What a run needs of this machine: memory and disk, estimated before anything starts.
+
+    engine    weights + kv_mib + 1.2 GiB of a vLLM process
+    trainer   18 bytes per parameter (weights, gradient, masters, moments) + activations of a micro-batch + 1 GiB
+    disk      checkpoints kept and the next one, 14 bytes per parameter; versions kept; 1 GiB of log and archive
+
+Rule 1: what the machine can never hold is refused, with the key to lower; what it cannot hold now is a note.
+Rule 2: with a GPU the weights lie there: memory is not looked at.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.device import GPU_DEVICE
+from pipelines.doctor import memory
+from pipelines.model_folder import ModelFolder
+from schemas.settings import Settings
+from workers.runtime.errors import BadInput
+
+GIB = float(2**30)
+VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
+TRAINER_BYTES_PER_PARAMETER, CHECKPOINT_BYTES_PER_PARAMETER = 18, 14
+ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = 34, 12
+LOG_GIB = 1.0
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """GiB."""
+
+    engine: float
+    engines: int
+    trainer: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        return self.engine * self.engines + self.trainer + self.others
+
+
+def memory_of(settings: Settings, model: ModelFolder) -> Memory:
+    weights = model.parameters * _BYTES[settings.dtype] / GIB
+    vllm, megatron = settings.engines.kind == "vllm", settings.training.kind == "megatron"
+    engine = weights + settings.engines.kv_mib / 1024 + VLLM_GIB if vllm else PACED_GIB
+    trainer = PACED_GIB
+    if megatron:
+        trainer = model.parameters * TRAINER_BYTES_PER_PARAMETER / GIB + _activations(settings, model) + TRAINER_GIB
+    services = BROKER_GIB * (not settings.broker.address) + PREFECT_GIB * settings.prefect.enabled
+    scorers = SCORER_GIB * settings.reward.workers * (1 + settings.reward.pool)
+    return Memory(engine, settings.engines.count, trainer, OTHERS_GIB + services + scorers)
+
+
+def _activations(settings: Settings, model: ModelFolder) -> float:
+    """Of one micro-batch, GiB."""
+    sizes = [model.config.get(name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    hidden, layers, words = (size if isinstance(size, int) else 0 for size in sizes)
+    per_token = hidden * layers * ACTIVATION_BYTES_PER_HIDDEN + words * LOGITS_BYTES_PER_WORD
+    return settings.training.micro_batch_tokens * per_token / GIB
+
+
+def disk_of(settings: Settings, model: ModelFolder) -> float:
+    """GiB."""
+    if settings.training.kind != "megatron":
+        return LOG_GIB
+    checkpoints = (settings.training.checkpoints_keep + 1) * CHECKPOINT_BYTES_PER_PARAMETER
+    versions = settings.scheduling.weights_keep + settings.lag_max + 2 + settings.training.checkpoints_keep
+    return (checkpoints + versions * _BYTES[settings.dtype]) * model.parameters / GIB + LOG_GIB
+
+
+def check(settings: Settings, model: ModelFolder) -> list[str]:
+    """Notes; BadInput if it cannot be. `settings.dtype` is settled."""
+    notes = [] if GPU_DEVICE.exists() else _check_memory(memory_of(settings, model))
+    run = Path(settings.runs_dir) / settings.name
+    if not (settings.name and run.exists()):  # a resumed run's files are there already
+        _check_disk(settings, disk_of(settings, model))
+    return notes
+
+
+def _check_memory(needed: Memory) -> list[str]:
+    total, available = memory()
+    parts = (
+        f"about {needed.total:.1f} GiB of memory ({needed.engines} engines with {needed.engine:.1f} GiB each, "
+        f"trainer {needed.trainer:.1f} GiB, all others {needed.others:.1f} GiB)"
+    )
+    if needed.total > total:
+        fits = int((total - needed.trainer - needed.others) / needed.engine)
+        advice = (
+            f"lower engines.count to {fits}, or engines.kv_mib"
+            if fits >= 1
+            else "lower training.micro_batch_tokens or engines.kv_mib, or take a smaller model"
+        )
+        raise BadInput(f"this run needs {parts}, this machine has {total:.1f} GiB: {advice}")
+    if needed.total > available:
+        return [f"this run needs {parts}, {available:.1f} GiB are free now: end other programs, or lower engines.count"]
+    return []
+
+
+def _check_disk(settings: Settings, needed: float) -> None:
+    place = Path(settings.runs_dir).resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / GIB
+    if needed > free:
+        raise BadInput(
+            f"this run needs about {needed:.1f} GiB of disk for checkpoints, versions and its log, {place} has "
+            f"{free:.1f} GiB free: lower training.checkpoints_keep or scheduling.weights_keep, or set runs_dir"
+        )
