@@ -1,10 +1,13 @@
 """What this machine computes with, seen without torch: the one place that chooses for `dtype = "auto"`."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 CPU_INFO = Path("/proc/cpuinfo")
 GPU_DEVICE = Path("/dev/nvidiactl")
+GPU_LIST = Path("/proc/driver/nvidia/gpus")
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 """x86 flags of bfloat16 products; without them such a product costs about seven float32 ones (measured on AVX2)."""
 
@@ -21,3 +24,23 @@ def cpu_flags(cpu_info: Path = CPU_INFO) -> set[str]:
     except OSError:
         return set()
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def visible_gpus(listed: Path = GPU_LIST) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, else the numbers of all GPUs of this machine."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number in range(len(list(listed.iterdir())))] if listed.is_dir() else []
+
+
+def gpus_of(kind: str, number: int, gpus: Sequence[str], per_engine: int = 1) -> list[str]:
+    """The GPUs of a worker: the trainer has the last one, engines take turns on the others, `per_engine` each. Empty =
+    as it is: there is one GPU for all, or none, or the worker needs none."""
+    if len(gpus) < 2 or kind not in ("trainer", "rollout"):
+        return []
+    if kind == "trainer":
+        return [gpus[-1]]
+    places = (len(gpus) - 1) // per_engine
+    first = number % places * per_engine if places else 0
+    return list(gpus[first : first + per_engine]) if places else []

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from schemas.settings import PASSED_THROUGH, Section, Settings
 from workers.runtime.errors import BadInput
@@ -115,7 +114,7 @@ def _key(prefix: str, key: str, field: FieldInfo) -> Iterator[str]:
         yield from _comment(said)
     given = prefix + key in _GIVEN
     value = _GIVEN[prefix + key] if given else field.get_default(call_default_factory=True)
-    assert value is not PydanticUndefined, f"{prefix}{key} has no default, so the example must set it"
+    assert given or not field.is_required(), f"{prefix}{key} has no default, so the example must set it"
     yield ("" if given else "# ") + tomli_w.dumps({key: value}).strip()
 
 

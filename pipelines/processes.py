@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines import device
 from schemas.settings import Settings
 
 RUN_MARK = "DORA_RUN_DIR"
@@ -62,4 +63,7 @@ def _spec(settings: Settings, run_dir: Path, broker: str, kind: str, number: int
     argv = [sys.executable, "-m", "pipelines.cli", "worker", kind]
     argv += ["--run-dir", str(run_dir), "--number", str(number), "--broker", broker]
     environment = worker_environment(settings, kind) | {RUN_MARK: str(run_dir), "DORA_PARENT": str(os.getpid())}
+    per_engine = int(settings.vllm.get("tensor_parallel_size", 1))
+    if gpus := device.gpus_of(kind, number, device.visible_gpus(), per_engine):
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return ProcessSpec(process_name(kind, number), kind, number, tuple(argv), environment)

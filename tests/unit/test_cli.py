@@ -1,13 +1,15 @@
 """The command as people use it: what it prints, what it refuses, its exit codes."""
 
 import json
+import shlex
+import socket
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pipelines import children, services
+from pipelines import children, local_services, services
 from pipelines.cli import app
 from pipelines.config_file import read_resolved, read_settings, write_resolved
 from tests.unit.pipeline_parts import a_config, some_settings, write_rows
@@ -185,3 +187,66 @@ def test_doctor_names_every_check() -> None:
     said = json.loads(done.stdout)
     assert {check["name"] for check in said["checks"]} >= {"python", "memory", "disk", "vllm", "kafka", "java"}
     assert done.exit_code == (0 if said["ok"] else 1)
+
+
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_an_example_that_is_one(command: str) -> None:
+    said = " ".join(dora(command, "--help").stdout.split())
+    example = said.partition("Example: ")[2]
+    assert example.startswith(f"dora {command} "), said
+    for part in example.replace("&&", ";").split("; "):
+        _, name, *words = shlex.split(part)
+        options = [word for word in words if word.startswith("--")]
+        assert name in COMMANDS
+        assert all(option in dora(name, "--help").stdout for option in options), part
+
+
+def test_a_port_that_is_taken_is_not_asked_for(tmp_path: Path) -> None:
+    """The embedded broker's ports of last time are someone else's now: it takes others."""
+    lock = (tmp_path / "kafka.lock").open("a+")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        lock.write(json.dumps({"pid": 1, "address": "", "ports": [port, port]}))
+        lock.flush()
+        ports = local_services._ports(lock, 2)
+        assert port not in ports
+        assert len(set(ports)) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("staleness_max=-1", "staleness_max: Input should be greater than or equal to 0"),
+        ("groups_per_batch=0", "groups_per_batch: Input should be greater than or equal to 1"),
+        ("group_size=0", "group_size: Input should be greater than or equal to 1"),
+        ("group_size=1", "group_size = 1 gives a group-relative advantage (grpo) nothing to compare"),
+        ("engines.count=0", "engines.count: Input should be greater than or equal to 1"),
+        ("engines.kind=none", "engines.kind: Input should be 'vllm' or 'paced'"),
+        ("epochs=3", "set exactly one of `steps` and `epochs`"),
+        ("dataset=[{path='empty.jsonl'}]", "empty.jsonl: there are no rows in it"),
+        ("dataset=[{path='null.jsonl'}]", "row 0 (line 1): prompt is null: a text is needed"),
+        ("dataset=[{path='latin.jsonl'}]", "row 0 (line 1): not UTF-8 (byte 12 of the line)"),
+        ("dataset=[{path='twice.jsonl'}]", "row 1 (line 2): id 7 is already that of row 0 (line 1)"),
+        ("dataset=[{path='bad.parquet'}]", "bad.parquet: cannot be read as Parquet"),
+        ("dataset=[{path='model'}]", "model: no data files in this folder"),
+    ],
+)
+def test_bad_input_of_every_kind_is_exit_code_2_with_its_place(tmp_path: Path, setting: str, said: str) -> None:
+    config = a_config(tmp_path)
+    for name, content in {
+        "empty.jsonl": b"",
+        "null.jsonl": b'{"prompt": null, "answer": "1"}\n',
+        "latin.jsonl": b'{"prompt": "\xe9", "answer": "1"}\n',
+        "twice.jsonl": b'{"prompt": "a", "answer": "1", "id": 7}\n{"prompt": "b", "answer": "1", "id": 7}\n',
+        "bad.parquet": b"PAR1",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    for command in ("run", "validate"):
+        done = dora(command, config, "--set", setting)
+        assert done.exit_code == 2, done.output
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pipelines import datasets
+from pipelines.cli import app
 from pipelines.config_file import read_settings
 from workers.reward import graders
 
@@ -19,6 +21,21 @@ def test_every_configuration_is_valid_and_has_its_rows(config: Path) -> None:
     assert all(table.rows for table in datasets.read_tables(settings))
     for dataset in settings.dataset:
         graders.check_name(dataset.grader)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cluster"])
+def test_a_configuration_for_other_machines_is_checked_without_model_gpu_or_cluster(name: str) -> None:
+    done = CliRunner().invoke(app, ["validate", str(CONFIGS / f"{name}.toml"), "--offline", "--json"])
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [note for note in said["notes"] if "is not here" in note]
+    assert sum(said["rows"].values()) >= 3000
+    refused = CliRunner().invoke(
+        app, ["validate", str(CONFIGS / f"{name}.toml"), "--offline", "--set", "engines.cont=1"]
+    )
+    assert (refused.exit_code, "did you mean engines.count?" in refused.stderr) == (2, True)
+    strict = CliRunner().invoke(app, ["validate", str(CONFIGS / f"{name}.toml")])
+    assert (strict.exit_code, "no Hugging Face folder" in strict.stderr) == (2, True)
 
 
 def _rows(name: str) -> list[dict[str, object]]:
