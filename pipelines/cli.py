@@ -76,7 +76,7 @@ def run(
 
 @app.command(epilog="Example: dora init my_run.toml && dora validate my_run.toml")
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="A new configuration file.")] = Path("my_run.toml"),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new configuration file.")] = Path("my_run.toml"),
     as_json: AsJson = False,
 ) -> None:
     """Write a configuration with every key explained, and rows and a reward function to begin with."""
@@ -140,7 +140,7 @@ def status(
 @app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')
 def tap(
     run: Run,
-    topic: Annotated[str, typer.Argument(metavar="[TOPIC]", help="Without one: which there are.")] = "",
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Without one: which there are.")] = "",
     *,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     since: Annotated[

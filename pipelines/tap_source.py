@@ -27,7 +27,7 @@ from workers.transport.records.bus import Bus, BusUnavailable, Reader, Record
 
 POLL_MS_MAX = 500
 DISCOVER_PERIOD_S = 1.0
-ANSWER_S_MAX = 10.0
+ANSWER_S_MAX = 5.0
 """A broker that does not answer for this long is away."""
 AWAY_PAUSE_S = 0.5
 ROWS_PER_PIECE_MAX = 4096
@@ -145,6 +145,7 @@ class Source:
                 for name in self._discover(bus, reader, reading):
                     yield from self._archived(name)
                 ends = ends or self._ends(bus, reading)
+                ends = {place: end for place, end in ends.items() if place in reading}
                 looked_at = clock.monotonic_s()
                 if self._follow and not self._is_live(self._run_dir):
                     return
@@ -157,7 +158,7 @@ class Source:
                 yield self._nothing()
 
     def _discover(self, bus: Bus, reader: Reader, reading: set[Place]) -> list[str]:
-        """Read what is new, leave what is deleted; the topics of the latter."""
+        """Read what is new, leave what is deleted; the topics of the latter, to be read from the archive."""
         found = bus.topics(self._topics.prefix + self._kind)
         names = {
             topic.removeprefix(self._topics.prefix): count
@@ -168,15 +169,17 @@ class Source:
         gone = reading - there
         for name, partition in gone:
             reader.remove(self._topics.prefix + name, partition)
-        fresh = there - reading
-        for name, partition in sorted(fresh):
-            self._add(bus, reader, (name, partition))
-        self._settled = True
         reading -= gone
-        reading |= fresh
+        for place in sorted(there - reading):
+            if self._add(bus, reader, place):
+                reading.add(place)
+            else:
+                gone.add(place)
+        self._settled = True
         return sorted({name for name, _ in gone})
 
-    def _add(self, bus: Bus, reader: Reader, place: Place) -> None:
+    def _add(self, bus: Bus, reader: Reader, place: Place) -> bool:
+        """False if the topic was deleted since it was listed. BusUnavailable."""
         topic = self._topics.prefix + place[0]
         try:
             if self._since.now and not self._settled:
@@ -185,14 +188,22 @@ class Source:
             reader.add(topic, place[1], "earliest" if at is None else at[0])
         except BusUnavailable:
             if topic in bus.topics(topic):
-                raise  # else it was deleted since it was listed: its rest is archived
+                raise
+            return False
+        return True
 
     def _ends(self, bus: Bus, reading: set[Place]) -> dict[Place, int]:
         """How far a tap that does not follow reads: a busy topic never ends."""
         if self._follow:
             return {}
-        found = {name: bus.end_offsets(self._topics.prefix + name) for name in {name for name, _ in reading}}
-        return {place: found[place[0]].get(place[1], 0) for place in reading}
+        found: dict[str, dict[int, int]] = {}
+        for name in {name for name, _ in reading}:
+            try:
+                found[name] = bus.end_offsets(self._topics.prefix + name)
+            except BusUnavailable:
+                if self._topics.prefix + name in bus.topics(self._topics.prefix + name):
+                    raise  # else it was deleted meanwhile, and the next look finds that
+        return {place: found[place[0]].get(place[1], 0) for place in reading if place[0] in found}
 
     def _reached(self, reader: Reader, ends: dict[Place, int]) -> bool:
         return all(

@@ -392,3 +392,46 @@ def test_a_stopped_follow_tap_ends_at_once(tmp_path: Path) -> None:
         for part in Stream(tmp_path / "r", Ask("completions", follow=True), stopping, opened).parts():
             assert part.place is None
             stopping.set()
+
+
+class _Forgetful(MemoryBus):
+    """A topic is archived and deleted between the list and the first look at it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._file = folder / "archive" / "requests.v000000" / f"0.{0:020d}.arrow"
+
+    def topics(self, prefix: str) -> dict[str, int]:
+        found = super().topics(prefix)
+        if prefix == TOPICS.prefix + "requests" and not self._file.exists():
+            row = {"partition": 0, "offset": 0, "timestamp": 1, "key": None, "id": None, "value": '{"version": 0}'}
+            archive.write_file(self._file, pa.Table.from_pylist([row], archive.TEXT_SCHEMA))
+            self.delete_topics([TOPICS.requests(0)])
+        return found
+
+    def reader(self, group: str | None = None) -> Any:
+        """As Kafka's: a topic that is not there cannot be added."""
+        reader, there = super().reader(group), super().topics
+        add = reader.add
+
+        def checked(topic: str, partition: int, start: Any) -> None:
+            if topic not in there(topic):
+                raise BusUnavailable(f"topic {topic} does not exist")
+            add(topic, partition, start)
+
+        reader.add = checked  # type: ignore[method-assign]
+        return reader
+
+
+def test_a_topic_deleted_under_the_taps_eyes_is_read_from_the_archive(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "config.toml").write_text(CONFIG)
+    bus = _Forgetful(folder)
+    for version in (0, 1):
+        bus.make_topics([TOPICS.requests_spec(version, 1)])
+        bus.producer().send(TOPICS.requests(version), json.dumps({"version": version}).encode(), {})
+    with _live(folder):
+        stream = Stream(folder, Ask("requests"), open_bus=lambda *_: nullcontext(bus))
+        rows = [row["version"] for batch in _shown(stream.parts()) for row in batch.to_pylist()]
+    assert sorted(rows) == [0, 1]
