@@ -43,22 +43,13 @@ def _faults() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
-        code = _code_of(error)
+        from pipelines import faults
+
+        code = faults.exit_code_of(error)
         if code is None:
             raise
-        print(f"dora: {error}" if code == 2 else f"dora: {type(error).__name__}: {error}", file=sys.stderr)
+        print(faults.sentence(error), file=sys.stderr)
         raise typer.Exit(code) from None
-
-
-def _code_of(error: Exception) -> int | None:
-    """The exit code of a known fault. (Imported here: what goes well pays for no names of faults.)"""
-    from schemas.settings import SettingsError
-    from workers.runtime.errors import BadInput, DoraError
-    from workers.transport.records.bus import BusUnavailable
-
-    if isinstance(error, BadInput | SettingsError):
-        return 2
-    return 1 if isinstance(error, DoraError | BusUnavailable) else None
 
 
 @app.command(epilog="Example: dora run configs/quickstart.toml --set steps=5")
@@ -69,9 +60,29 @@ def run(
 ) -> None:
     """Train: check everything, start all processes, show progress, end with a summary."""
     with _faults():
-        from pipelines.launch import run_config
+        from pipelines.attach import run_config
 
         raise typer.Exit(run_config(config, overrides or [], resume))
+
+
+@app.command(epilog="Example: dora up")
+def up(as_json: AsJson = False) -> None:
+    """Start the local broker, Prefect server and worker for longer work; twice says where they are."""
+    with _faults():
+        from pipelines.updown import up as start
+
+        said = start()
+        print(json.dumps(said) if as_json else "\n".join(f"{name:<8} {where}" for name, where in said.items()))
+
+
+@app.command(epilog="Example: dora down")
+def down(as_json: AsJson = False) -> None:
+    """End what `dora up` started, and the runs that use it (they can be resumed)."""
+    with _faults():
+        from pipelines.updown import down as end
+
+        ended = end()
+        print(json.dumps({"ended": ended}) if as_json else f"ended: {', '.join(ended) or 'nothing was up'}")
 
 
 @app.command(epilog="Example: dora init my_run.toml && dora validate my_run.toml")

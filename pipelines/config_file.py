@@ -24,7 +24,11 @@ def read_settings(config: Path, overrides: Iterable[str] = ()) -> Settings:
         settings = parse_settings(text, str(config), overrides)
     except SettingsError as error:
         raise BadInput(str(error)) from error
-    folder = config.resolve().parent
+    return anchored(settings, config.resolve().parent)
+
+
+def anchored(settings: Settings, folder: Path) -> Settings:
+    """Dataset paths relative to `folder` become absolute."""
     datasets = tuple(
         dataset.model_copy(update={"path": str((folder / dataset.path).resolve())}) if dataset.path else dataset
         for dataset in settings.dataset

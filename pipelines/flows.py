@@ -1,143 +1,117 @@
-"""The Prefect flow of a run: people's view and control, a thin shell round the supervisor.
+"""The Prefect flows: people's view and control of a run and of an export, a thin shell round `launch` and `export`.
 
-Rule 1: Prefect is never on the data path. A server that cannot be reached, or dies, changes nothing in the run.
-Rule 2: the reporter thread owns all calls to Prefect while the run works; what fails is dropped.
-Rule 3: one markdown artifact, updated in place. Cancel and Suspend in the UI are seen by reading our own state.
-Annotations stay evaluated here (no `from __future__ import annotations`): Prefect reads them at run time.
+Rule 1: Prefect is never on the data path. What it is told is told by the reporter's thread; it hears no more than that.
+Rule 2: a flow run keeps its run folder: Resume and Retry go on where the run stopped (the launch remembers the folder).
+Rule 3: how it ended is noted in the launch before Prefect is told: a command that is attached needs no server to know.
+Annotations stay evaluated here (no `from __future__ import annotations`): Prefect makes the form from them.
 """
 
-import threading
-from collections.abc import Callable
-from uuid import UUID
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
-from prefect import flow, get_client
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.events import emit_event
-from prefect.exceptions import PrefectException
+from prefect.exceptions import Pause, PrefectException
 from prefect.states import Cancelled, Completed, Failed
+from pydantic import Field
 
-from pipelines import pictures
-from pipelines.snapshot import Snapshot
-from pipelines.supervise import Outcome, StopRequest
+from pipelines import config_file, faults, home, launch
+from pipelines.home import Launch
+from pipelines.reporter import Reporter
+from pipelines.runs import RESOLVED, find_run
+from pipelines.supervise import Outcome
 from schemas.settings import Settings
-from workers.runtime.log import Log
 
-REPORT_PERIOD_S = 3.0
-LEAVE_S = 10.0
+CONFIG = "The run, as in a configuration file. Paths are relative to the checkout's folder."
+RESUME = "Go on with the run of this name. (Of a run that is suspended or failed here: press Resume or Retry there.)"
+CLOSE_S = 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """What Prefect's client raises when its server does not answer (at a flow's start a plain RuntimeError)."""
 
-Body = Callable[[Callable[[Snapshot], None]], Outcome]
 
-
-def run_as_flow(settings: Settings, stop: StopRequest, body: Body) -> Outcome:
-    """Run `body(on_progress)` inside the flow `train`; without Prefect if its server is away."""
-    log = Log("prefect")
-    held: list[Outcome | BaseException] = []
-
-    @flow(name="train", flow_run_name=settings.name, persist_result=False, validate_parameters=False)
-    def train(run: str, config: dict) -> State:  # type: ignore[type-arg]
-        """`config` is the resolved configuration; the run folder has it as config.toml."""
-        del run, config
-        context = FlowRunContext.get()
-        assert context is not None
-        assert context.flow_run is not None
-        reporter = Reporter(context.flow_run.id, settings, stop)
-        reporter.start()
+@flow(name="train", persist_result=False)
+def train(
+    config: Annotated[Settings, Field(description=CONFIG)],
+    resume: Annotated[bool, Field(description=RESUME)] = False,
+) -> State[Any]:
+    """One run: starts, watches and ends its processes; Suspend, Resume, Cancel and Retry are obeyed within seconds."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    noted = Launch(home.folder(), os.environ[home.LAUNCH_VARIABLE])
+    reporter = Reporter(context.flow_run.id, noted, os.environ.get("PREFECT_API_URL", "").removesuffix("/api"))
+    with _spoken(noted):
         try:
-            outcome = body(reporter.offer)
-            held.append(outcome)
+            outcome = _run(config, resume, noted, reporter)
         except BaseException as error:
-            held.append(error)
-            raise
+            code = faults.exit_code_of(error)
+            noted.note("ended", code=1 if code is None else code)
+            outcome = Outcome("failed", str(error) or type(error).__name__)
+            if code is None:
+                raise
+            print(faults.sentence(error))
         finally:
-            reporter.close(LEAVE_S)
-        return _state(outcome)
-
-    try:
-        train(settings.name, settings.model_dump(mode="json"), return_state=True)
-    except AWAY as error:
-        log.warning("prefect_away", error=f"{type(error).__name__}: {error}")
-    if not held:
-        log.warning("running_without_prefect")
-        return body(lambda _: None)
-    if isinstance(held[0], BaseException):
-        raise held[0]
-    return held[0]
+            reporter.close(outcome, CLOSE_S)
+    return _state(outcome, reporter)
 
 
-def _state(outcome: Outcome) -> State:
+@contextlib.contextmanager
+def _spoken(noted: Launch) -> Iterator[None]:
+    """What the run says is for the command that is attached."""
+    with (
+        noted.stdout.open("a", buffering=1) as out,
+        noted.stderr.open("a", buffering=1) as err,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        yield
+
+
+def _run(config: Settings, resume: bool, noted: Launch, reporter: Reporter) -> Outcome:
+    if noted.noted("withdrawn"):
+        noted.note("ended", code=130)
+        return Outcome("cancelled", "it began too late: the command that asked for it went on without Prefect")
+    asked, before = noted.asked(), noted.noted("run")
+    settings = config_file.anchored(config, Path.cwd())
+    if before is not None and (Path(before["folder"]) / RESOLVED).is_file():
+        resume = True
+        settings = settings.model_copy(update={"name": Path(before["folder"]).name})
+    settings = launch.ready(settings, "the form", resume, checked=bool(asked))
+    outcome = launch.run(settings, asked.get("stem", "train"), resume, reporter)
+    noted.note("ended", code=outcome.exit_code)
+    return outcome
+
+
+def _state(outcome: Outcome, reporter: Reporter) -> State[Any]:
+    """As the UI shows it."""
+    if outcome.kind == "suspended":
+        raise Pause(outcome.reason, state=reporter.paused)
     if outcome.kind == "done":
         return Completed(message=outcome.reason)
     if outcome.kind == "failed":
         return Failed(message=outcome.reason)
-    return Cancelled(message=f"{outcome.reason}; go on with `dora run ... --resume`")
+    return Cancelled(message=f"{outcome.reason}; Retry goes on from the checkpoint")
 
 
-class Reporter(threading.Thread):
-    """Shows the latest snapshot in the UI, and hears what people press there."""
+@flow(name="export", persist_result=False)
+def export(
+    run: Annotated[str, Field(description="The run's name or folder.")],
+    version: Annotated[int, Field(ge=0, description="Which version.")],
+    folder: Annotated[str, Field(description="A new folder for the Hugging Face files.")],
+    runs_dir: Annotated[str, Field(description="Where names of runs are looked up.")] = "runs",
+) -> State[Any]:
+    """A version of a run as a Hugging Face folder."""
+    from pipelines.export import export as copy
 
-    def __init__(self, flow_run: UUID, settings: Settings, stop: StopRequest) -> None:
-        super().__init__(name="prefect-reporter", daemon=True)
-        self._flow_run, self._settings, self._stop_request = flow_run, settings, stop
-        self._latest: Snapshot | None = None
-        self._shown: Snapshot | None = None
-        self._artifact: UUID | None = None
-        self._leave = threading.Event()
-        self._log = Log("prefect")
-
-    def offer(self, snapshot: Snapshot) -> None:
-        """Keep only the newest; never waits."""
-        self._latest = snapshot
-
-    def close(self, wait_s: float) -> None:
-        self._leave.set()
-        self.join(wait_s)
-
-    def run(self) -> None:
-        with get_client(sync_client=True) as client:
-            while True:
-                leaving = self._leave.wait(REPORT_PERIOD_S)
-                try:
-                    self._turn(client)
-                except AWAY as error:
-                    self._log.warning("dropped", error=f"{type(error).__name__}: {error}")
-                if leaving:
-                    return
-
-    def _turn(self, client: SyncPrefectClient) -> None:
-        snapshot = self._latest
-        if snapshot is not None and snapshot is not self._shown:
-            self._show(client, snapshot)
-            self._tell(snapshot)
-            self._shown = snapshot
-        state = client.read_flow_run(self._flow_run).state
-        if state is not None and state.is_cancelling():
-            self._stop_request.ask("cancelled", "cancelled in the Prefect UI")
-        elif state is not None and state.name == "Suspended":
-            self._stop_request.ask("suspended", "suspended in the Prefect UI")
-
-    def _show(self, client: SyncPrefectClient, snapshot: Snapshot) -> None:
-        markdown = pictures.markdown(snapshot)
-        if self._artifact is None:
-            key = "".join(c if c.isalnum() else "-" for c in f"report-{self._settings.name}".lower())
-            create = ArtifactCreate(key=key, type="markdown", data=markdown, flow_run_id=self._flow_run)
-            self._artifact = client.create_artifact(create).id
-        else:
-            client.update_artifact(self._artifact, ArtifactUpdate(data=markdown))
-
-    def _tell(self, snapshot: Snapshot) -> None:
-        """Events for automations, one per new version and lost engine."""
-        before = self._shown
-        resource = {"prefect.resource.id": f"dora.run.{self._settings.name}"}
-        if snapshot.version is not None and (before is None or before.version != snapshot.version):
-            emit_event("dora.version.published", resource=resource, payload={"version": snapshot.version})
-        if before is not None and snapshot.engines_lost > before.engines_lost:
-            emit_event("dora.engine.lost", resource=resource, payload={"lost": snapshot.engines_lost})
-        if before is not None and snapshot.step > before.step:
-            payload = {"step": snapshot.step - 1, "reward": snapshot.reward}
-            emit_event("dora.step.trained", resource=resource, payload=payload)
+    try:
+        record = copy(find_run(run, Path(runs_dir)), version, Path(folder))
+    except Exception as error:
+        if faults.exit_code_of(error) is None:
+            raise
+        return Failed(message=str(error))
+    return Completed(message=f"version {version} is in {Path(folder).resolve()}, fingerprint {record.fingerprint}")

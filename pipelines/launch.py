@@ -1,9 +1,10 @@
-"""`dora run`: from a configuration file to a finished run.
+"""From a configuration to a finished run: what `dora run` does without Prefect, and what the flow `train` does.
 
-    read, check all (exit 2 before anything starts) -> claim runs/<name> -> broker, Prefect -> supervise -> report
+    read, check all (exit 2 before anything starts) -> claim runs/<name> -> broker -> supervise -> report
 
 Rule 1: nothing is left in `runs` by a configuration that is refused.
 Rule 2: SIGINT and SIGTERM stop the run within seconds; `--resume` goes on from what is on the log and in checkpoints.
+Rule 3: an onlooker hears of the run and may ask it to stop; the run never waits for it.
 """
 
 import contextlib
@@ -11,8 +12,9 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from pipelines import config_file, report, validate
 from pipelines.children import RunLock
@@ -31,20 +33,51 @@ from workers.transport.records.bus import Bus
 RUNS_MAX = 1000
 
 
+class Onlooker(Protocol):
+    """Who watches a run from its folder's first moment. `ui` = where people look ("" = nowhere)."""
+
+    ui: str
+
+    def begin(self, settings: Settings, run_dir: Path, stop: StopRequest) -> None: ...
+
+    def offer(self, now: Snapshot, /) -> None: ...
+
+
+class Nobody:
+    """A run without an onlooker."""
+
+    ui = ""
+
+    def begin(self, settings: Settings, run_dir: Path, stop: StopRequest) -> None:
+        """Nothing."""
+
+    def offer(self, now: Snapshot, /) -> None:
+        """Nothing."""
+
+
 def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
     """Run it; the exit code. BadInput, DoraError."""
     settings = config_file.read_settings(config, overrides)
+    return run(ready(settings, str(config), resume), config.stem, resume).exit_code
+
+
+def ready(settings: Settings, source: str, resume: bool, *, checked: bool = False) -> Settings:
+    """Checked against everything that is there; `checked` = they were, a moment ago. BadInput."""
     if resume:
         settings = _resumed(settings)
     elif settings.name and (Path(settings.runs_dir) / settings.name).exists():
         raise BadInput(
-            f"{config}: run {settings.name} exists already in {settings.runs_dir}: go on with it by --resume, "
+            f"{source}: run {settings.name} exists already in {settings.runs_dir}: go on with it by --resume, "
             "or choose another name"
         )
-    settings = validate.check_settings(settings).settings
+    return settings if checked else validate.check_settings(settings).settings
+
+
+def run(settings: Settings, stem: str, resume: bool, onlooker: Onlooker | None = None) -> Outcome:
+    """The whole life of a run whose settings are ready; without a name it is called after `stem`. BadInput, DoraError."""
     for note in settings.notes():
         print(f"note: {note}", file=sys.stderr)
-    settings, run_dir = _claim(settings, config.stem, resume)
+    settings, run_dir = _claim(settings, stem, resume)
     lock = RunLock(run_dir)
     cleared = lock.take()
     try:
@@ -52,7 +85,7 @@ def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
         config_file.write_resolved(settings, run_dir)
         if cleared:
             print(f"ended what a crash had left running: {', '.join(cleared)}", file=sys.stderr)
-        return _run(settings, run_dir, lock)
+        return _run(settings, run_dir, lock, onlooker or Nobody())
     except BadInput:
         if not resume and not (run_dir / STATUS).is_file():
             shutil.rmtree(run_dir)
@@ -100,57 +133,45 @@ def _log_to(run_dir: Path) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _run(settings: Settings, run_dir: Path, lock: RunLock) -> int:
+def _run(settings: Settings, run_dir: Path, lock: RunLock, onlooker: Onlooker) -> Outcome:
     stop = StopRequest()
     with _signals(stop):
-        outcome, ui = _under_way(settings, run_dir, lock, stop)
-    return _finish(settings, run_dir, outcome, ui)
+        outcome = _under_way(settings, run_dir, lock, onlooker, stop)
+    _finish(settings, run_dir, outcome, onlooker.ui)
+    return outcome
 
 
-def _under_way(settings: Settings, run_dir: Path, lock: RunLock, stop: StopRequest) -> tuple[Outcome, str]:
-    """From the first service to the last: how the run ended, and where its UI was. Whoever asks at the start that it
-    stops is heard then."""
+def _under_way(settings: Settings, run_dir: Path, lock: RunLock, onlooker: Onlooker, stop: StopRequest) -> Outcome:
+    """From the first service to the last. Whoever asks at the start that it stops is heard then."""
     from workers.transport.records.kafka_bus import open_bus
 
     services = Services(settings, run_dir, lock, lambda: stop.asked)
     bus: Bus | None = None
     try:
-        with ProgressView() as view:
+        with ProgressView(shows=not onlooker.ui) as view:
+            onlooker.begin(settings, run_dir, stop)
             services.start_broker()
-            services.start_prefect()
             if stop.outcome is not None:
-                return stop.outcome, services.ui
-            view.say(f"run folder {run_dir}" + (f", Prefect UI {services.ui}" if services.prefect else ""))
+                return stop.outcome
+            lock.note(**({"prefect": onlooker.ui} if onlooker.ui else {}))
+            view.say(f"run folder {run_dir}" + (f", Prefect UI {onlooker.ui}" if onlooker.ui else ""))
             bus = open_bus(settings, services.broker)
             if not (run_dir / STATUS).is_file():
                 _refuse_foreign_topics(bus, settings)
             supervisor = Supervisor(settings, run_dir, services.broker, bus, lock=lock, keep_services=services.keep)
-            return _supervise(settings, supervisor, stop, services, view), services.ui
+
+            def on_progress(now: Snapshot) -> None:
+                view.show(now)
+                onlooker.offer(now)
+
+            return supervisor.run(on_progress, stop)
     except StartStopped:
         assert stop.outcome is not None
-        return stop.outcome, services.ui
+        return stop.outcome
     finally:
         if bus is not None:
             bus.close()
         services.stop()
-
-
-def _supervise(
-    settings: Settings, supervisor: Supervisor, stop: StopRequest, services: Services, view: ProgressView
-) -> Outcome:
-    def body(also: Callable[[Snapshot], None]) -> Outcome:
-        def on_progress(snapshot: Snapshot) -> None:
-            view.show(snapshot)
-            also(snapshot)
-
-        with _signals(stop):  # again: Prefect's flow engine puts its own handler in place
-            return supervisor.run(on_progress, stop)
-
-    if not services.prefect:
-        return body(lambda _: None)
-    from pipelines.flows import run_as_flow
-
-    return run_as_flow(settings, stop, body)
 
 
 def _refuse_foreign_topics(bus: Bus, settings: Settings) -> None:
@@ -163,7 +184,7 @@ def _refuse_foreign_topics(bus: Bus, settings: Settings) -> None:
         )
 
 
-def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> int:
+def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> None:
     try:
         made = report.write(settings, run_dir)
     except (OSError, ValueError) as error:
@@ -174,13 +195,14 @@ def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> int
         print(report.as_text(made))
     print(f"  folder         {run_dir} (archive/, weights/, logs/, summary.json, metrics.parquet)")
     if ui:
-        print(f"  Prefect UI     {ui} (a server that the run started ended with it; its history stays)")
+        print(
+            f"  Prefect UI     {ui} (a server that the command started ends with it, unless `dora up` did; history stays)"
+        )
     if outcome.kind == "failed":
         print(f"dora: the run failed: {outcome.reason}", file=sys.stderr)
     elif outcome.kind != "done":
         hint = f"dora run {run_dir / RESOLVED} --resume"
         print(f"dora: {outcome.kind}: {outcome.reason}. Go on with: {hint}", file=sys.stderr)
-    return outcome.exit_code
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Services on this machine for those who bring none: one Apache Kafka broker (KRaft) and one Prefect server.
+"""Services on this machine for those who bring none: an Apache Kafka broker (KRaft), a Prefect server, a Prefect worker.
 
 Rule 1: one service per home folder, data kept there. The service itself holds the lock (`kafka.lock`, `prefect.lock`),
 so the lock ends with it, however it ends; a second start on the home is refused, a start after a crash goes on.
@@ -12,6 +12,7 @@ import base64
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -158,6 +159,38 @@ def start_prefect(home: Path, *, stopped: Callable[[], bool] = lambda: False) ->
             ports=(port,),
             healthy=lambda: _answers(f"{address}/health"),
             stopped=stopped,
+        )
+
+
+def place_of(folder: Path) -> str:
+    """The name of this checkout on this machine, for a Prefect server that several share: pool and deployments."""
+    return f"{socket.gethostname()}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]}"
+
+
+def start_worker(home: Path, address: str, place: str) -> Service:
+    """A Prefect worker for the runs of `place`, on the server at `address`. HomeInUse, ServiceFailed."""
+    home = home.resolve()
+    ready = home / "worker.ready"
+    with _lock(home, "worker") as lock:
+        ready.unlink(missing_ok=True)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": address,
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+            "DO_NOT_TRACK": "1",
+            "DORA_HOME": str(home),
+        }
+        return _start(
+            lock,
+            name="worker",
+            command=[sys.executable, "-m", "pipelines.deployments", place, str(ready)],
+            folder=Path.cwd(),
+            env=env,
+            address=place,
+            ports=(),
+            healthy=ready.exists,
         )
 
 

@@ -1,9 +1,8 @@
-"""A snapshot or a summary as people read it: one line, lines with labels, a markdown report with an inline SVG curve.
+"""A snapshot or a summary as people read it: one line, lines with labels, tables, an SVG curve.
 
 Pure text, no library; bars are block letters.
 """
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def markdown(snapshot: Snapshot) -> str:
-    """The report of the Prefect UI."""
+    """The figures of the Prefect UI's report."""
     queues = snapshot.queues
     rows = [
         ("step", f"{snapshot.step} of {snapshot.steps or 'all epochs'}"),
@@ -49,14 +48,31 @@ def markdown(snapshot: Snapshot) -> str:
         ("lag of trained trajectories", counts(snapshot.lag)),
         ("engines lost, restarts", f"{snapshot.engines_lost}, {snapshot.restarts}"),
     ]
-    engines = [view.label.replace(">", " to ") for view in snapshot.engines.values()]
-    text = [f"# {snapshot.run}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    text += ["", "| engine | " + " | ".join(map(str, snapshot.engines)) + " |"] if engines else []
-    text += ["|---|" + "---|" * len(engines), "| version | " + " | ".join(engines) + " |"] if engines else []
-    if len(snapshot.rewards) > 1:
-        encoded = base64.b64encode(curve(snapshot.rewards, "mean reward per step").encode()).decode()
-        text += ["", f"![mean reward per step](data:image/svg+xml;base64,{encoded})"]
-    return "\n".join(text)
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join([f"# {snapshot.run}", "", "| | |", "|---|---|", *lines])
+
+
+def share_done(snapshot: Snapshot) -> float:
+    """Percent of the steps; of a run without a number of steps 0."""
+    return round(100 * snapshot.step / snapshot.steps, 1) if snapshot.steps else 0.0
+
+
+def table(snapshot: Snapshot) -> list[dict[str, str]]:
+    """Window, queues and engines as one table of the Prefect UI."""
+    queues = snapshot.queues
+    window = f"v{snapshot.window_from} .. v{snapshot.step_next} (K = {snapshot.staleness_max})"
+    rows = [("window", window, "newest " + ("none yet" if snapshot.version is None else f"v{snapshot.version}"))]
+    rows.append(
+        ("groups", f"{queues.groups_live} live of {queues.groups_live_max}", f"{queues.groups_complete} complete")
+    )
+    rows.append(("requests", f"{queues.requests_running} running", f"{queues.requests_waiting} waiting"))
+    if len(snapshot.engines) <= ENGINES_SHOWN_MAX:
+        rows += [
+            (f"engine {n}", view.label.replace(">", " to "), _fill([view])) for n, view in snapshot.engines.items()
+        ]
+    else:
+        rows += [("engines", name, _fill(views)) for name, views in sorted(_by_version(snapshot.engines).items())]
+    return [{"what": what, "now": now, "more": more} for what, now, more in rows]
 
 
 # --- lines with labels ------------------------------------------------------------------------
@@ -107,12 +123,16 @@ def _engines(engines: Mapping[int, EngineView]) -> Rows:
             yield label, f"{engine:<4} {view.label:<10} {_fill([view])}"
             label = ""
         return
-    by_version: dict[str, list[EngineView]] = {}
-    for view in engines.values():
-        by_version.setdefault("loading" if view.loading is not None else view.label, []).append(view)
-    for name, views in sorted(by_version.items()):
+    for name, views in sorted(_by_version(engines).items()):
         yield label, f"{len(views):>4} x {name:<8} {_fill(views)}"
         label = ""
+
+
+def _by_version(engines: Mapping[int, EngineView]) -> dict[str, list[EngineView]]:
+    found: dict[str, list[EngineView]] = {}
+    for view in engines.values():
+        found.setdefault("loading" if view.loading is not None else view.label, []).append(view)
+    return found
 
 
 def _fill(views: Sequence[EngineView]) -> str:

@@ -14,15 +14,16 @@ LINE_PERIOD_S = 10.0
 
 
 class ProgressView(AbstractContextManager["ProgressView"]):
-    """Call `show` as often as you like."""
+    """Call `show` as often as you like. Without `shows` it only says what stays: someone else shows the progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows: bool = True) -> None:
+        self._shows = shows
         self._live: Any = None
         self._said_at = 0.0
         self._said = ""
 
     def __enter__(self) -> "ProgressView":
-        if sys.stderr.isatty():
+        if self._shows and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
@@ -40,6 +41,8 @@ class ProgressView(AbstractContextManager["ProgressView"]):
     def show(self, snapshot: Snapshot) -> None:
         if self._live is not None:
             self._live.update(_panel(snapshot))
+            return
+        if not self._shows:
             return
         now = clock.monotonic_s()
         text = pictures.line(snapshot)

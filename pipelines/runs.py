@@ -8,6 +8,8 @@ from workers.runtime.errors import BadInput
 RESOLVED = "config.toml"
 STATUS = "status.json"
 SUMMARY = "summary.json"
+FLOW_RUN = "flow_run.json"
+"""Which flow run of Prefect works, or worked, on it."""
 NAMES_SHOWN_MAX = 5
 
 

@@ -1,17 +1,15 @@
-"""The services of one run: the given ones, or local ones that end with it.
+"""The broker of one run: the given one, that of `dora up`, or one of the run's own that ends with it.
 
 Rule 1: an embedded broker's data lie in the run's folder; if the broker ends in mid-run it is started again there.
-Rule 2: one Prefect server serves all runs of a checkout (`.run/`); a run that finds one uses it. Without one a run
-is the same run.
+Rule 2: a run whose log is in its own folder is resumed there, whatever is up now.
 """
 
-import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelines import local_services
+from pipelines import home, local_services
 from pipelines.children import RunLock
 from pipelines.local_services import HomeInUse, Service, ServiceFailed
 from schemas.settings import Settings
@@ -20,43 +18,50 @@ from workers.runtime.errors import BadInput
 from workers.runtime.log import Log
 from workers.transport.records.bus import BusUnavailable
 
-SHARED = Path(".run")
 FORMER_OWNER_S_MAX = 20.0
 BROKER_CONNECT_S_MAX = 5.0
 """A given broker must answer within this."""
 BROKER_RESTARTS_MAX = 5
-_PREFECT_CLIENT = {
-    "PREFECT_CLIENT_MAX_RETRIES": "2",  # a server that is away must not hold up the end of a run for minutes
-    "PREFECT_LOGGING_LEVEL": "CRITICAL",  # the terminal is ours; logs are in the run's folder
-    "PREFECT_LOGGING_TO_API_ENABLED": "false",
-    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-}
+ON_UP = "on-the-broker-of-dora-up"
+"""In the folder of a run whose log is there."""
 
 
 class Services:
-    """`broker` and `prefect` are addresses ("" = none). All calls come from one thread that outlives the services.
-    Nothing is waited for once `stopped` says so."""
+    """`broker` is its address. All calls come from one thread that outlives the broker. Nothing is waited for once
+    `stopped` says so."""
 
     def __init__(
         self, settings: Settings, run_dir: Path, lock: RunLock, stopped: Callable[[], bool] = lambda: False
     ) -> None:
         self._settings, self._run_dir, self._lock, self._stopped = settings, run_dir, lock, stopped
         self._kafka: Service | None = None
-        self._prefect: Service | None = None
         self._restarts = 0
         self._log = Log("services")
         self.broker = ""
-        self.prefect = ""
 
     def start_broker(self) -> None:
         """BadInput if the given address is none; ServiceFailed, StartStopped."""
-        self.broker = os.environ.get("DORA_BROKER") or self._settings.broker.address
+        self.broker = os.environ.get("DORA_BROKER") or self._settings.broker.address or self._broker_of_up()
         if not self.broker:
             self._kafka = self._start_kafka()
             self.broker = self._kafka.address
         else:
             self._refuse_dead_broker()
         self._lock.note(broker=self.broker)
+
+    def _broker_of_up(self) -> str:
+        """Empty if there is none, or if the run's log is in its own folder. BadInput if it is on one that is not up."""
+        if (self._run_dir / "kafka").exists():
+            return ""
+        address = os.environ.get("DORA_PREFECT") or self._settings.prefect.address
+        kept = home.kept(home.folder(address)) or home.kept(home.folder())
+        mark = self._run_dir / ON_UP
+        if kept is not None and kept.broker:
+            mark.touch()
+            return kept.broker
+        if mark.exists():
+            raise BadInput(f"the log of run {self._settings.name} is on the broker of `dora up`: start that first")
+        return ""
 
     def _refuse_dead_broker(self) -> None:
         """A wrong address is a person's mistake, and is said soon."""
@@ -73,31 +78,6 @@ class Services:
         except BusUnavailable as error:
             raise BadInput(f"{key}: {error}; correct it, or leave it empty for a broker of the run's own") from error
 
-    def start_prefect(self) -> None:
-        """Nothing if it is switched off or does not start: the run does not need it."""
-        if not self._settings.prefect.enabled:
-            return
-        self.prefect = os.environ.get("DORA_PREFECT") or self._settings.prefect.address
-        if not self.prefect:
-            SHARED.mkdir(exist_ok=True)
-            try:
-                self._prefect = local_services.start_prefect(SHARED, stopped=self._stopped)
-                self.prefect = self._prefect.address
-            except HomeInUse:
-                self.prefect = _address_in(SHARED / "prefect.lock")
-            except ServiceFailed as error:
-                self._log.warning("no_prefect", error=error)
-                return
-            os.environ["PREFECT_HOME"] = str((SHARED / "prefect").resolve())
-        os.environ["PREFECT_API_URL"] = self.prefect
-        os.environ |= _PREFECT_CLIENT
-        self._lock.note(prefect=self.ui)
-
-    @property
-    def ui(self) -> str:
-        """Where people look."""
-        return self.prefect.removesuffix("/api")
-
     def keep(self) -> None:
         """Start the embedded broker again if it ended; never wait for it, a stop must be heard meanwhile.
         ServiceFailed."""
@@ -111,9 +91,8 @@ class Services:
         assert self._kafka.address == self.broker, "a home keeps its ports"
 
     def stop(self) -> None:
-        for service in (self._kafka, self._prefect):
-            if service is not None:
-                service.stop()
+        if self._kafka is not None:
+            self._kafka.stop()
 
     def _start_kafka(self, *, wait: bool = True) -> Service:
         """A broker whose supervisor was killed may take a moment to end."""
@@ -127,11 +106,3 @@ class Services:
                 if clock.monotonic_s() > limit or self._stopped():
                     raise
                 threading.Event().wait(0.5)
-
-
-def _address_in(lock: Path) -> str:
-    """The address that a live server's lock file says; "" while it is starting."""
-    try:
-        return str(json.loads(lock.read_text()).get("address", ""))
-    except (json.JSONDecodeError, FileNotFoundError):
-        return ""

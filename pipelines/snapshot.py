@@ -47,7 +47,8 @@ class Snapshot:
     """`version` is the newest published one, `step_next` the next batch to be chosen, `staleness_max` is K.
 
     Lags are `lag -> trained trajectories`, and of what is live and complete now `lag if it were chosen next -> groups`.
-    `*_share` are shares of the time since the first version (trainer) or of the run's `seconds`.
+    `*_share` are shares of the time since the first version (trainer) or of the run's `seconds`, `engine_shares` of all
+    engines' time.
     """
 
     run: str
@@ -74,6 +75,7 @@ class Snapshot:
     blocked_share: float = 0.0
     trainer_train_share: float | None = None
     trainer_publish_share: float | None = None
+    engine_shares: dict[str, float] = field(default_factory=dict)
     moves: int = 0
     tokens_prefilled_again: int = 0
     engines_lost: int = 0

@@ -62,10 +62,12 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = threading.Event()
         self.outcome: Outcome | None = None
+        self.in_a_hurry = False
 
     def ask(self, kind: Literal["cancelled", "suspended"], reason: str) -> None:
         if self.outcome is None:
             self.outcome = Outcome(kind, reason)
+        self.in_a_hurry = self.in_a_hurry or kind == "cancelled"
         self._event.set()
 
     def wait(self, seconds: float) -> bool:
@@ -205,7 +207,7 @@ class Supervisor:
 
     def _stop_all(self, outcome: Outcome, stop: StopRequest) -> Outcome:
         """End everything; a run that is done without a whole archive is not done."""
-        hurry = outcome.kind in ("cancelled", "suspended")
+        hurry = outcome.kind == "cancelled"  # a suspended run has the time to write its checkpoint and archive
         first = [child for child in self._children.values() if child.spec.kind != "archive"]
         archive = [child for child in self._children.values() if child.spec.kind == "archive"]
         begun = clock.monotonic_s()
@@ -213,7 +215,7 @@ class Supervisor:
         spent = clock.monotonic_s() - begun if hurry else 0.0
         self._stop(archive, hurry, stop, CANCEL_ARCHIVE_LIMIT_S - spent)
         torn = [child for child in archive if child.ended() != 0]
-        if hurry and torn:
+        if outcome.kind in ("cancelled", "suspended") and torn:
             return replace(outcome, reason=f"{outcome.reason} (the archive was cut short: its figures are too low)")
         if outcome.kind == "done" and torn:
             story = f"the archive is not complete, {torn[0].log} ends with:\n{torn[0].last_lines()}"
@@ -230,7 +232,7 @@ class Supervisor:
             threading.Event().wait(0.05)
             self._keep_services()
             # Someone who asks during the normal end wants it short too.
-            short = hurry or stop.asked
+            short = hurry or stop.in_a_hurry
             for child in [child for child in left if child.ended() is not None]:
                 left.remove(child)
             waited = clock.monotonic_s() - begun

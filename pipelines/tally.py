@@ -265,6 +265,12 @@ class Tally:
         """Seconds of all engines, by what they did: the last heartbeat of every incarnation, added up."""
         return {name: sum(float(beat[name]) for beat in self.heartbeats.values()) for name in _SHARES}
 
+    def engine_shares(self) -> dict[str, float]:
+        """Share of all engines' time, by what they did."""
+        of = self.engine_seconds()
+        whole = sum(of.values())
+        return {name.removesuffix("_s"): round(spent / whole, 4) for name, spent in of.items()} if whole else {}
+
     def engine_views(self) -> dict[int, EngineView]:
         """Every engine that is up."""
         return {number: self._engine_view(number) for number in sorted(self.hosting)}
@@ -318,6 +324,7 @@ class Tally:
             blocked_share=round(min(1.0, blocked_s / seconds), 4) if seconds else 0.0,
             trainer_train_share=self._trainer_share("gather_s", "train_s"),
             trainer_publish_share=self._trainer_share("publish_s"),
+            engine_shares=self.engine_shares(),
             moves=self.moves,
             tokens_prefilled_again=self.tokens_prefilled_again,
             engines_lost=self.engines_lost,
