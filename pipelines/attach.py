@@ -54,7 +54,7 @@ def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
                 return 130
             print(f"no Prefect: {error}\nthe run goes on without it", file=sys.stderr)
         else:
-            code = _Attached(settings, config.stem, resume, folder, kept, stop).follow()
+            code = _Attached(settings, config.stem, resume=resume, folder=folder, kept=kept, stop=stop).follow()
             if code is not None:
                 return code
     return launch.run(settings, config.stem, resume).exit_code
@@ -64,7 +64,7 @@ class _Attached:
     """One flow run as its command sees it."""
 
     def __init__(
-        self, settings: Settings, stem: str, resume: bool, folder: Path, kept: Kept, stop: threading.Event
+        self, settings: Settings, stem: str, *, resume: bool, folder: Path, kept: Kept, stop: threading.Event
     ) -> None:
         self._settings, self._resume, self._kept, self._stop = settings, resume, kept, stop
         os.environ |= {
@@ -123,7 +123,7 @@ class _Attached:
         return deployments.create_run(self._kept.place, self._settings, self._resume, self._launch.folder.name)
 
     def _begun(self, flow_run: UUID, before: dict[str, object] | None) -> int | None:
-        """None once a process works on it; else the exit code of one that never will, -1 if the run shall go on here."""
+        """None once a process works on it; else the exit code of one that never will, -1 = the run shall go on here."""
         from pipelines import deployments
 
         limit = clock.monotonic_s() + BEGIN_S_MAX
@@ -162,7 +162,7 @@ class _Attached:
         ended = self._launch.noted("ended")
         if ended is None:
             where = (self._launch.noted("run") or {}).get("folder", "its folder")
-            view.say(f"dora: the run's process ended without a word; go on with: dora run {where}/config.toml --resume")
+            view.say(f"dora: the run's process was killed; go on with: dora run {where}/config.toml --resume")
         return 1 if ended is None else int(ended["code"])
 
     def _show(self, view: ProgressView) -> None:

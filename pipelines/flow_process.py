@@ -1,4 +1,4 @@
-"""The process of a flow run, as the worker starts it: takes the environment that a command asked for, then is Prefect's.
+"""The process of a flow run, as the worker starts it: takes the environment that was asked for, then is Prefect's.
 
 Rule 1: it leads a session of its own: a worker that ends, or is killed with its group, takes no run with it.
 Rule 2: it is a user of the home's services until it ends, and says who it is before anything slow happens.

@@ -1,4 +1,4 @@
-"""The folder that `dora` commands of a checkout share (`.run`, or DORA_HOME): who keeps services there, and who uses them.
+"""The folder that the commands of a checkout share (`.run`, or DORA_HOME): who keeps services there, who uses them.
 
     services.json   what the keeper says: its identity and addresses
     up.json         people want it up (`dora up`)

@@ -74,7 +74,7 @@ def ready(settings: Settings, source: str, resume: bool, *, checked: bool = Fals
 
 
 def run(settings: Settings, stem: str, resume: bool, onlooker: Onlooker | None = None) -> Outcome:
-    """The whole life of a run whose settings are ready; without a name it is called after `stem`. BadInput, DoraError."""
+    """The whole life of a run whose settings are ready; without a name it is called after `stem`. DoraError."""
     for note in settings.notes():
         print(f"note: {note}", file=sys.stderr)
     settings, run_dir = _claim(settings, stem, resume)
@@ -195,9 +195,7 @@ def _finish(settings: Settings, run_dir: Path, outcome: Outcome, ui: str) -> Non
         print(report.as_text(made))
     print(f"  folder         {run_dir} (archive/, weights/, logs/, summary.json, metrics.parquet)")
     if ui:
-        print(
-            f"  Prefect UI     {ui} (a server that the command started ends with it, unless `dora up` did; history stays)"
-        )
+        print(f"  Prefect UI     {ui} (a server that a command started ends with it; its history stays)")
     if outcome.kind == "failed":
         print(f"dora: the run failed: {outcome.reason}", file=sys.stderr)
     elif outcome.kind != "done":

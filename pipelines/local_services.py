@@ -1,4 +1,4 @@
-"""Services on this machine for those who bring none: an Apache Kafka broker (KRaft), a Prefect server, a Prefect worker.
+"""Services on this machine for those who bring none: an Apache Kafka broker (KRaft), a Prefect server and worker.
 
 Rule 1: one service per home folder, data kept there. The service itself holds the lock (`kafka.lock`, `prefect.lock`),
 so the lock ends with it, however it ends; a second start on the home is refused, a start after a crash goes on.

@@ -1,4 +1,4 @@
-"""The report of a run for the Prefect UI: markdown with inline SVG plots (reward, lag, engines by version, time shares).
+"""The report of a run for the Prefect UI: markdown with SVG plots (reward, lag, engines by version, time shares).
 
 Pure text, no library. Every plot has at most POINTS_MAX points, so that a report stays some tens of kB.
 """

@@ -1,0 +1,240 @@
+"""People control runs from the Prefect UI: by the requests that the UI sends, on a real server, broker and worker.
+
+Rule 1: one `dora up` serves the whole file, as people use it; the last word is that `dora down` leaves nothing.
+Rule 2: parts are paced: what is tested is control, not models. The checker of the archive looks at every run.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipelines import home
+from pipelines.config_file import read_settings
+from pipelines.home import Kept
+from tests.archive_checker import check
+from tests.integration.killing import steps_of, until_step
+from tests.integration.prefect_api import FINAL, Ui, flow_run_of
+from tests.integration.whole_run import ROOT, Ran, Running, dora_run, replayed_differently
+from workers.runtime import clock
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+CANCEL_S_MAX = 10.0
+SUSPEND_S_MAX = 60.0
+"""With its checkpoint and a whole archive, on a busy machine."""
+AWAY_S = 30.0
+PAUSE_S_MAX = 10.0
+"""Between two steps while the server is away; paced ones take about a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """`dora up`."""
+
+    folder: Path
+    kept: Kept
+    ui: Ui
+    environment: Mapping[str, str]
+
+    def run(self, folder: Path, *overrides: str, resume: bool = False) -> contextlib.AbstractContextManager[Running]:
+        return dora_run("paced", folder, *overrides, resume=resume, environment=self.environment)
+
+
+def _dora(environment: Mapping[str, str], *arguments: str) -> dict[str, Any]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DORA_"))}
+    argv = [sys.executable, "-m", "pipelines.cli", *arguments, "--json"]
+    done = subprocess.run(
+        argv, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("house")
+    environment = {"DORA_HOME": str(folder), "DORA_TEST_HOUSE": str(folder)}
+    _dora(environment, "up")
+    kept = home.kept(folder)
+    assert kept is not None
+    yield House(folder, kept, Ui(kept.prefect), environment)
+    _dora(environment, "down")
+    assert [" ".join(process.cmdline()) for process in _processes_of(folder)] == []
+
+
+def _processes_of(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("DORA_TEST_HOUSE") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _assert_whole(ran: Ran, steps: int) -> None:
+    assert check(ran.run_dir) == []
+    assert replayed_differently(ran.run_dir) == []
+    assert ran.summary.steps == steps
+
+
+def _until_gone(running: Running, limit_s: float) -> None:
+    limit = clock.monotonic_s() + limit_s
+    while left := running.processes():
+        assert clock.monotonic_s() < limit, f"still there after {limit_s} s: {left}\n{running.story()}"
+        threading.Event().wait(0.05)
+
+
+def test_up_twice_says_where_things_are(house: House) -> None:
+    said = _dora(house.environment, "up")
+    assert said == {"broker": house.kept.broker, "prefect": house.kept.ui, "home": str(house.folder)}
+    assert home.kept(house.folder) == house.kept
+
+
+def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(house: House, tmp_path: Path) -> None:
+    with house.run(tmp_path, "steps=20", "training.checkpoint_every=50") as running:
+        until_step(running, 4)
+        flow_run = flow_run_of(running.run_dir)
+        asked_at = clock.monotonic_s()
+        house.ui.suspend(flow_run)
+        ran = running.wait(SUSPEND_S_MAX)
+        print(f"suspended after {clock.monotonic_s() - asked_at:.1f} s")
+        assert ran.code == 3, running.story()
+        assert house.ui.state(flow_run)["name"] == "Suspended"
+        assert running.processes() == []
+        assert list((running.run_dir / "checkpoints").iterdir()), "the only checkpoint is that of the suspension"
+        assert "Press **Resume**" in house.ui.artifacts(flow_run)["markdown"]
+        stopped_at = max(step for _, step in steps_of(running.run_dir))
+        assert 4 <= stopped_at < 19
+        house.ui.resume(flow_run)
+        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 200.0)
+        assert state["type"] == "COMPLETED", running.story()
+        _until_gone(running, 30.0)
+        _assert_whole(ran, 20)
+        trained = [step for _, step in steps_of(running.run_dir)]
+        assert trained == list(range(20)), "no step was trained again"
+    shown = house.ui.artifacts(flow_run)
+    assert shown["progress"] == 100.0
+    assert {"window", "engine 0"} <= {row["what"] for row in json.loads(shown["table"])}
+    assert shown["markdown"].count("data:image/svg+xml;base64,") == 4
+    assert [said["step"] for said in house.ui.events("dora.step.trained", "r")][-20:] == list(range(20))
+
+
+def test_cancel_ends_one_run_within_seconds_and_leaves_the_one_beside_it_alone(house: House, tmp_path: Path) -> None:
+    """The other one is started from the form."""
+    config = read_settings(ROOT / "configs/paced.toml", [f"runs_dir={tmp_path}", "name=beside", "steps=12"])
+    beside = house.ui.start(house.kept.place, config=config.model_dump(mode="json"))
+    with house.run(tmp_path, "steps=100") as running:
+        until_step(running, 3)
+        flow_run = flow_run_of(running.run_dir)
+        asked_at = clock.monotonic_s()
+        house.ui.cancel(flow_run)
+        _until_gone(running, 60.0)
+        took = clock.monotonic_s() - asked_at
+        ran = running.wait(30.0)
+    print(f"cancelled after {took:.1f} s")
+    assert ran.code == 130
+    assert took <= CANCEL_S_MAX, running.story()
+    assert house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 30.0)["type"] == "CANCELLED"
+    state = house.ui.wait_state(beside, lambda state: state["type"] in FINAL, 200.0)
+    assert state["type"] == "COMPLETED", state
+    assert check(tmp_path / "beside") == []
+    assert house.ui.ask(f"/flow_runs/{beside}")["name"] == "beside"
+
+
+def test_retry_of_a_failed_run_completes_it(house: House, tmp_path: Path) -> None:
+    """The trainer finds no configuration when it starts again: that is bad input, and fails the run at once."""
+    with house.run(tmp_path, "steps=12") as running:
+        until_step(running, 4)
+        flow_run = flow_run_of(running.run_dir)
+        config, hidden = running.run_dir / "config.toml", running.run_dir / "hidden.toml"
+        config.rename(hidden)
+        os.kill(running.worker("trainer"), signal.SIGKILL)
+        ran = running.wait(120.0)
+        assert ran.code == 1, running.story()
+        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 30.0)
+        assert state["type"] == "FAILED", state
+        told = house.ui.artifacts(flow_run)["markdown"]
+        assert "**What happened**" in told
+        assert "no run here (no config.toml)" in told
+        assert "press **Retry**" in told
+        hidden.rename(config)
+        house.ui.retry(flow_run)
+        state = house.ui.wait_state(
+            flow_run, lambda state: state["type"] in FINAL and state["id"] != "" and state["type"] != "FAILED", 200.0
+        )
+        assert state["type"] == "COMPLETED", state
+        _until_gone(running, 30.0)
+        _assert_whole(ran, 12)
+
+
+def test_a_server_that_is_killed_for_half_a_minute_is_not_noticed_and_shows_all_afterwards(
+    house: House, tmp_path: Path
+) -> None:
+    """The keeper is held meanwhile: it would start the server again at once."""
+    keeper = psutil.Process(house.kept.keeper["pid"])
+    with house.run(tmp_path, "steps=70") as running:
+        until_step(running, 3)
+        flow_run = flow_run_of(running.run_dir)
+        keeper.suspend()
+        try:
+            os.kill(json.loads((house.folder / "prefect.lock").read_text())["pid"], signal.SIGKILL)
+            begun = clock.now_us() / 1e6
+            threading.Event().wait(AWAY_S)
+        finally:
+            keeper.resume()
+        ended = clock.now_us() / 1e6
+        ran = running.wait()
+        assert ran.code == 0, running.story()
+        _assert_whole(ran, 70)
+        times = [at for at, _ in steps_of(running.run_dir)]
+        away = [later - sooner for sooner, later in pairwise(times) if begun <= later <= ended]
+        print(f"longest pause while the server was away: {max(away):.1f} s, {len(away)} steps")
+        assert max(away) < PAUSE_S_MAX
+        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 60.0)
+        assert state["type"] == "COMPLETED", state
+        assert house.ui.artifacts(flow_run)["progress"] == 100.0
+
+
+def test_a_borrowed_server_outlives_the_run_that_started_it(tmp_path: Path) -> None:
+    """Without `dora up`: the first run's keeper serves the second one, and ends after it."""
+    environment = {"DORA_HOME": str(tmp_path / "home"), "DORA_TEST_HOUSE": str(tmp_path)}
+    with dora_run("paced", tmp_path / "one", "steps=200", environment=environment) as one:
+        until_step(one, 1)
+        with dora_run("paced", tmp_path / "two", "steps=8", environment=environment) as two:
+            until_step(two, 1)
+            one.popen.send_signal(signal.SIGINT)
+            assert one.wait(60.0).code == 130, one.story()
+            ran = two.wait()
+            assert ran.code == 0, two.story()
+            _assert_whole(ran, 8)
+    assert [" ".join(process.cmdline()) for process in _processes_of(tmp_path)] == []
+
+
+@pytest.mark.full
+def test_a_pause_by_the_api_is_a_suspension_and_the_command_resumes_the_same_flow_run(
+    house: House, tmp_path: Path
+) -> None:
+    with house.run(tmp_path, "steps=14") as running:
+        until_step(running, 4)
+        flow_run = flow_run_of(running.run_dir)
+        house.ui.pause(flow_run)
+        assert running.wait(SUSPEND_S_MAX).code == 3, running.story()
+        assert house.ui.state(flow_run)["name"] == "Suspended"
+    with house.run(tmp_path, "steps=14", resume=True) as running:
+        ran = running.wait()
+        assert ran.code == 0, running.story()
+        assert flow_run_of(running.run_dir) == flow_run
+        _assert_whole(ran, 14)
+    assert house.ui.state(flow_run)["type"] == "COMPLETED"
