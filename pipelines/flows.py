@@ -3,7 +3,8 @@
 Rule 1: Prefect is never on the data path. What it is told is told by the reporter's thread; it hears no more than that.
 Rule 2: a flow run keeps its run folder: Resume and Retry go on where the run stopped (the launch remembers the folder).
 Rule 3: how it ended is noted in the launch before Prefect is told: a command that is attached needs no server to know.
-Annotations stay evaluated here (no `from __future__ import annotations`): Prefect makes the form from them.
+Annotations stay evaluated here (no `from __future__ import annotations`): Prefect makes the form from them, and the
+texts beside its fields from `Args`.
 """
 
 import contextlib
@@ -27,8 +28,6 @@ from pipelines.runs import RESOLVED, find_run
 from pipelines.supervise import Outcome
 from schemas.settings import Settings
 
-CONFIG = "The run, as in a configuration file. Paths are relative to the checkout's folder."
-RESUME = "Go on with the run of this name. (Of a run that is suspended or failed here: press Resume or Retry there.)"
 CLOSE_S = 10.0
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """What Prefect's client raises when its server does not answer (at a flow's start a plain RuntimeError)."""
@@ -36,10 +35,15 @@ AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
 @flow(name="train", persist_result=False)
 def train(
-    config: Annotated[Settings, Field(description=CONFIG)],
-    resume: Annotated[bool, Field(description=RESUME)] = False,
+    config: Settings,
+    resume: bool = False,
 ) -> State[Any]:
-    """One run: starts, watches and ends its processes; Suspend, Resume, Cancel and Retry are obeyed within seconds."""
+    """One run: starts, watches and ends its processes; Suspend, Resume, Cancel and Retry are obeyed within seconds.
+
+    Args:
+        config: The run, as in a configuration file. Paths are relative to the checkout's folder.
+        resume: Go on with the run of this name. (One that was suspended or failed here: press Resume or Retry there.)
+    """
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
@@ -100,12 +104,19 @@ def _state(outcome: Outcome, reporter: Reporter) -> State[Any]:
 
 @flow(name="export", persist_result=False)
 def export(
-    run: Annotated[str, Field(description="The run's name or folder.")],
-    version: Annotated[int, Field(ge=0, description="Which version.")],
-    folder: Annotated[str, Field(description="A new folder for the Hugging Face files.")],
-    runs_dir: Annotated[str, Field(description="Where names of runs are looked up.")] = "runs",
+    run: str,
+    version: Annotated[int, Field(ge=0)],
+    folder: str,
+    runs_dir: str = "runs",
 ) -> State[Any]:
-    """A version of a run as a Hugging Face folder."""
+    """A version of a run as a Hugging Face folder.
+
+    Args:
+        run: The run's name or folder.
+        version: Which version.
+        folder: A new folder for the files.
+        runs_dir: Where names of runs are looked up.
+    """
     from pipelines.export import export as copy
 
     try:
