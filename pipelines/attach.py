@@ -50,13 +50,13 @@ def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
         try:
             kept = updown.wait_ready(folder, address, stopped=stop.is_set)
         except ServiceFailed as error:
-            if stop.is_set():
-                return 130
             print(f"no Prefect: {error}\nthe run goes on without it", file=sys.stderr)
         else:
             code = _Attached(settings, config.stem, resume=resume, folder=folder, kept=kept, stop=stop).follow()
             if code is not None:
                 return code
+    if stop.is_set():
+        return 130
     return launch.run(settings, config.stem, resume).exit_code
 
 
@@ -78,6 +78,8 @@ class _Attached:
         self._suspended = None if before is None else UUID(before["flow_run"])
         self._launch = Launch(folder, uuid.uuid4().hex if before is None else before["launch"])
         self._launch.ask(stem, dict(os.environ))
+        if before is not None:
+            self._launch.note("run", folder=str((Path(settings.runs_dir) / settings.name).resolve()))
         self._heard = {
             file: file.stat().st_size if file.exists() else 0 for file in (self._launch.stderr, self._launch.stdout)
         }
@@ -123,7 +125,7 @@ class _Attached:
         return deployments.create_run(self._kept.place, self._settings, self._resume, self._launch.folder.name)
 
     def _begun(self, flow_run: UUID, before: dict[str, object] | None) -> int | None:
-        """None once a process works on it; else the exit code of one that never will, -1 = the run shall go on here."""
+        """None once a process works on it; else the exit code of one that never will, -1 = it shall go on here."""
         from pipelines import deployments
 
         limit = clock.monotonic_s() + BEGIN_S_MAX

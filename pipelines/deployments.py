@@ -16,7 +16,7 @@ from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType
-from prefect.exceptions import ObjectAlreadyExists
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow
 from prefect.states import Cancelled
 from prefect.utilities.callables import parameter_schema
@@ -82,9 +82,14 @@ def create_run(place: str, settings: Settings, resume: bool, launch: str) -> UUI
 def resume_suspended(flow_run: UUID, settings: Settings) -> bool:
     """Go on with this very flow run, if it is suspended and was asked for the same. AWAY."""
     with get_client(sync_client=True) as client:
-        run = client.read_flow_run(flow_run)
-        asked = run.parameters.get("config", {}) | {"name": settings.name}
-        if run.state is None or not run.state.is_paused() or asked != settings.model_dump(mode="json"):
+        try:
+            run = client.read_flow_run(flow_run)
+        except ObjectNotFound:
+            return False
+        if run.state is None or not run.state.is_paused():
+            return False
+        if run.parameters.get("config", {}) | {"name": settings.name} != settings.model_dump(mode="json"):
+            client.set_flow_run_state(flow_run, Cancelled(message="it went on as another flow run"), force=True)
             return False
         answer = client.resume_flow_run(flow_run)
         return answer.state is not None and answer.state.type == StateType.SCHEDULED

@@ -8,7 +8,7 @@ Rule 3: what people press is seen by reading our own state every HEAR_S, whateve
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Suspended
 
 from pipelines import pictures, plots, snapshot
@@ -39,6 +40,9 @@ HEAR_S = 1.0
 SHOW_S = 3.0
 SAY_S = 30.0
 """Between two lines in the flow run's log."""
+LAST_WORD_S_MAX = 8.0
+_IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
+"""We try again ourselves: after a server that was away, what people press is heard within a second."""
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 
 
@@ -99,23 +103,23 @@ class Reporter(threading.Thread):
         self.join(wait_s)
 
     def run(self) -> None:
-        with get_client(sync_client=True) as client:
-            leaving = False
-            while not leaving:
-                leaving = self._leave.wait(HEAR_S)
-                with self._dropping():
-                    if leaving or clock.monotonic_s() - self._shown_at >= SHOW_S:
-                        self._show(client)
-                if not leaving:
-                    with self._dropping():
-                        self._hear(client)
+        with temporary_settings(_IMPATIENT), get_client(sync_client=True) as client:
+            while not self._leave.wait(HEAR_S):
+                if clock.monotonic_s() - self._shown_at >= SHOW_S:
+                    self._try(self._show, client)
+                self._try(self._hear, client)
+            limit = clock.monotonic_s() + LAST_WORD_S_MAX
+            while not self._try(self._show, client) and clock.monotonic_s() < limit:
+                threading.Event().wait(HEAR_S)
 
-    @contextlib.contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _try(self, call: Callable[[SyncPrefectClient], None], client: SyncPrefectClient) -> bool:
+        """Whether it was done; the next turn says more."""
         try:
-            yield
+            call(client)
         except AWAY as error:
             self._log.warning("dropped", error=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     # --- hearing ----------------------------------------------------------------------------
 

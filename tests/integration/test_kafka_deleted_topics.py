@@ -3,8 +3,12 @@
 import logging
 
 import pytest
+from kafka import TopicPartition
+from kafka.admin import OffsetSpec
 
 from schemas.topics import TopicSpec
+from workers.runtime import clock
+from workers.transport.records.bus import BusUnavailable
 from workers.transport.records.kafka_bus import KafkaBus
 
 pytestmark = pytest.mark.integration
@@ -42,4 +46,14 @@ def test_nobody_asks_for_a_deleted_topic(broker_address: str, caplog: pytest.Log
     reader.commit()
     reader.close()
     producer.close()
+    bus.close()
+
+
+def test_a_reader_that_comes_too_late_for_a_topic_hears_so_at_once(broker_address: str) -> None:
+    """A topic deleted after it was listed: the archive of a resumed run waited `broker.timeout_s` for it, before."""
+    bus = KafkaBus(broker_address, {}, 1, 60.0)
+    begun = clock.monotonic_s()
+    with pytest.raises(BusUnavailable):
+        bus._offsets([TopicPartition("dora.deleted.before", 0)], OffsetSpec.EARLIEST)
+    assert clock.monotonic_s() - begun < 30.0
     bus.close()

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipelines import home
 from pipelines.config_file import read_settings
 from pipelines.home import Kept
 from tests.archive_checker import check
+from tests.integration.browser import browser, program
 from tests.integration.killing import steps_of, until_step
 from tests.integration.prefect_api import FINAL, Ui, flow_run_of
 from tests.integration.whole_run import ROOT, Ran, Running, dora_run, replayed_differently
@@ -48,7 +50,8 @@ class House:
     environment: Mapping[str, str]
 
     def run(self, folder: Path, *overrides: str, resume: bool = False) -> contextlib.AbstractContextManager[Running]:
-        return dora_run("paced", folder, *overrides, resume=resume, environment=self.environment)
+        """Named after the test: all share one broker."""
+        return dora_run("paced", folder, *overrides, name=folder.name, resume=resume, environment=self.environment)
 
 
 def _dora(environment: Mapping[str, str], *arguments: str) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
     assert shown["progress"] == 100.0
     assert {"window", "engine 0"} <= {row["what"] for row in json.loads(shown["table"])}
     assert shown["markdown"].count("data:image/svg+xml;base64,") == 4
-    assert [said["step"] for said in house.ui.events("dora.step.trained", "r")][-20:] == list(range(20))
+    assert [said["step"] for said in house.ui.events("dora.step.trained", tmp_path.name)][-20:] == list(range(20))
 
 
 def test_cancel_ends_one_run_within_seconds_and_leaves_the_one_beside_it_alone(house: House, tmp_path: Path) -> None:
@@ -238,3 +241,56 @@ def test_a_pause_by_the_api_is_a_suspension_and_the_command_resumes_the_same_flo
         assert flow_run_of(running.run_dir) == flow_run
         _assert_whole(ran, 14)
     assert house.ui.state(flow_run)["type"] == "COMPLETED"
+
+
+@pytest.mark.full
+def test_people_start_watch_suspend_resume_and_cancel_a_run_in_a_browser(house: House, tmp_path: Path) -> None:
+    """Only clicks, from the form on; the pictures are kept (DORA_SCREENSHOTS)."""
+    if program() is None:
+        pytest.skip("no Chromium here: install the Debian package `chromium`, or set DORA_CHROMIUM")
+    config = read_settings(ROOT / "configs/paced.toml", [f"runs_dir={tmp_path}", "name=clicked", "steps=400"])
+    parameters = urllib.parse.quote(json.dumps({"config": config.model_dump(mode="json"), "resume": False}))
+    deployment = house.ui.ask(f"/deployments/name/train/{house.kept.place}")["id"]
+    run_dir, where = tmp_path / "clicked", house.kept.ui
+    with browser(tmp_path) as page:
+        page.open(f"{where}/deployments/deployment/{deployment}/run?parameters={parameters}")
+        page.see("Samples per prompt (G).")
+        page.shoot("1-form")
+        page.click("Submit")
+        _until(lambda: run_dir.is_dir() and len(steps_of(run_dir)) > 3, "a fourth step")
+        flow_run = flow_run_of(run_dir)
+        page.open(f"{where}/runs/flow-run/{flow_run}")
+        page.see("Running")
+        page.shoot("2-running")
+        page.click("Suspend")
+        page.click("Suspend", last=True)
+        house.ui.wait_state(flow_run, lambda state: state["name"] == "Suspended", SUSPEND_S_MAX)
+        page.see("Suspended")
+        page.shoot("3-suspended")
+        _until(
+            lambda: home.Launch(house.folder, flow_run).noted("ended") == {"code": 3}, "the end of the suspended run"
+        )
+        before = len(steps_of(run_dir))
+        page.click("Resume")
+        page.click("Resume", last=True)
+        _until(lambda: len(steps_of(run_dir)) > before + 2, "steps after the resume")
+        page.open(f"{where}/artifacts/key/clicked-report")
+        page.see("clicked")
+        page.shoot("4-report")
+        page.open(f"{where}/runs/flow-run/{flow_run}")
+        page.see("Running")
+        page.click("Cancel")
+        page.click("Cancel", last=True)
+        asked_at = clock.monotonic_s()
+        house.ui.wait_state(flow_run, lambda state: state["type"] == "CANCELLED", 30.0)
+        print(f"cancelled after {clock.monotonic_s() - asked_at:.1f} s")
+        page.see("Cancelled")
+        page.shoot("5-cancelled")
+    assert check(run_dir) == []
+
+
+def _until(true: Callable[[], bool], what: str, limit_s: float = 150.0) -> None:
+    limit = clock.monotonic_s() + limit_s
+    while not true():
+        assert clock.monotonic_s() < limit, f"not within {limit_s:.0f} s: {what}"
+        threading.Event().wait(0.1)

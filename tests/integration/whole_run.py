@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from pipelines.config_file import read_resolved
+from pipelines.home import HOME_VARIABLE
 from schemas.messages import Effect, JournalRecord
 from schemas.summary import Summary
 from tests.archive_checker import check
@@ -80,15 +81,16 @@ def dora_run(
     config: str,
     folder: Path,
     *overrides: str,
+    name: str = "r",
     resume: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """Start `dora run configs/<config>.toml` as run `r` in `folder`; whatever is left at the end is killed.
+    """Start `dora run configs/<config>.toml` as run `name` in `folder`; whatever is left at the end is killed.
     `environment` is given to the run and to all that it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
     argv = [sys.executable, "-m", "pipelines.cli", "run", str(ROOT / "configs" / f"{config}.toml")]
-    settings = ("name=r", f"runs_dir={folder}", *overrides)
+    settings = (f"name={name}", f"runs_dir={folder}", *overrides)
     argv += [part for setting in settings for part in ("--set", setting)] + (["--resume"] if resume else [])
     output = folder / f"output-{mark[:6]}.txt"
     with output.open("wb") as sink:
@@ -100,7 +102,7 @@ def dora_run(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-    running = Running(popen, output, folder / "r", mark)
+    running = Running(popen, output, folder / name, mark)
     try:
         yield running
     finally:
@@ -112,7 +114,7 @@ def dora_run(
 
 def _environment(mark: str) -> Mapping[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DORA_"))}
-    return given | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    return given | {MARK: mark, "OMP_NUM_THREADS": "1", HOME_VARIABLE: str(ROOT / ".run" / "tests")}
 
 
 def assert_good(ran: Ran, running: Running, steps: int, *, faults: bool = False) -> None:

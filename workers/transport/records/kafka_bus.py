@@ -95,8 +95,8 @@ class KafkaBus:
         given = {key: value for key, value in self._given.items() if key in client.DEFAULT_CONFIG}
         return {"bootstrap_servers": self.address, **_FAST_RECONNECT, **timeouts, **ours, **given}
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        """Ask the broker, again while what goes wrong may pass."""
+    def _ask(self, call: Callable[[], T], gone: Callable[[], bool] = lambda: False) -> T:
+        """Ask the broker, again while what goes wrong may pass; not once what it is about is `gone`."""
         limit = clock.monotonic_s() + self.timeout_s
         while True:
             with kafka_errors_of(self.address):
@@ -104,7 +104,7 @@ class KafkaBus:
                     with self._lock:
                         return call()
                 except kafka_errors.KafkaError as error:
-                    if not error.retriable or clock.monotonic_s() > limit:
+                    if not error.retriable or clock.monotonic_s() > limit or gone():
                         raise
             threading.Event().wait(_PAUSE_S)
 
@@ -209,8 +209,20 @@ class KafkaBus:
     def _offsets(self, places: list[TopicPartition], spec: OffsetSpec) -> dict[TopicPartition, int]:
         asked = dict.fromkeys(places, spec)
         level = "read_committed"
-        found = self._ask(lambda: self._admin.list_partition_offsets(asked, isolation_level=level)) if places else {}
+        topics = sorted({place.topic for place in places})
+        found = (
+            self._ask(
+                lambda: self._admin.list_partition_offsets(asked, isolation_level=level),
+                gone=lambda: self._deleted(topics),
+            )
+            if places
+            else {}
+        )
         return {place: answer.offset for place, answer in found.items()}
+
+    def _deleted(self, topics: list[str]) -> bool:
+        """One of them does not exist (a topic without a leader does)."""
+        return any(topic["error_code"] == _MISSING for topic in self._ask(lambda: self._admin.describe_topics(topics)))
 
     def _counts(self, names: Iterable[str] | None) -> dict[str, int]:
         """Partitions of those topics (None = of all) that exist and have their leaders."""
