@@ -65,7 +65,7 @@ def run(
         raise typer.Exit(run_config(config, overrides or [], resume))
 
 
-@app.command(epilog="Example: dora up")
+@app.command(epilog="Example: dora up && dora run configs/quickstart.toml")
 def up(as_json: AsJson = False) -> None:
     """Start the local broker, Prefect server and worker for longer work; twice says where they are."""
     with _faults():
@@ -75,7 +75,7 @@ def up(as_json: AsJson = False) -> None:
         print(json.dumps(said) if as_json else "\n".join(f"{name:<8} {where}" for name, where in said.items()))
 
 
-@app.command(epilog="Example: dora down")
+@app.command(epilog="Example: dora down --json")
 def down(as_json: AsJson = False) -> None:
     """End what `dora up` started, and the runs that use it (they can be resumed)."""
     with _faults():

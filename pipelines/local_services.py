@@ -133,8 +133,8 @@ def start_kafka(home: Path, *, wait: bool = True, stopped: Callable[[], bool] = 
         )
 
 
-def start_prefect(home: Path, *, stopped: Callable[[], bool] = lambda: False) -> Service:
-    """A Prefect server with its database in `home`/prefect. HomeInUse, ServiceFailed, StartStopped."""
+def start_prefect(home: Path) -> Service:
+    """A Prefect server with its database in `home`/prefect. HomeInUse, ServiceFailed."""
     home = home.resolve()
     (home / "prefect").mkdir(parents=True, exist_ok=True)
     with _lock(home, "prefect") as lock:
@@ -158,7 +158,6 @@ def start_prefect(home: Path, *, stopped: Callable[[], bool] = lambda: False) ->
             address=address,
             ports=(port,),
             healthy=lambda: _answers(f"{address}/health"),
-            stopped=stopped,
         )
 
 
@@ -248,7 +247,7 @@ def _start(
     address: str,
     ports: Sequence[int],
     healthy: Callable[[], bool] | None,
-    stopped: Callable[[], bool],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Service:
     """The service, once it is healthy (None: at once)."""
     log = Path(lock.name).with_suffix(".log")
