@@ -28,7 +28,7 @@ from schemas.settings import Settings
 from workers.runtime import clock
 from workers.runtime.process import on_stop_signals
 
-BEGIN_S_MAX = 120.0
+BEGIN_S_MAX = 180.0
 """The worker has begun the flow run after this long, or nobody will."""
 LOOK_S = 0.3
 LOOK_AT_STATE_S = 2.0
