@@ -216,10 +216,10 @@ def test_a_server_that_is_killed_for_half_a_minute_is_not_noticed_and_shows_all_
 def test_a_borrowed_server_outlives_the_run_that_started_it(tmp_path: Path) -> None:
     """Without `dora up`: the first run's keeper serves the second one, and ends after it."""
     environment = {"DORA_HOME": str(tmp_path / "home"), "DORA_TEST_HOUSE": str(tmp_path)}
-    with dora_run("paced", tmp_path / "one", "steps=200", environment=environment) as one:
+    with dora_run("paced", tmp_path / "one", "steps=1000", environment=environment) as one:
         _until(lambda: bool(steps_of(one.run_dir)), "a first step", FRESH_HOME_S_MAX)
         with dora_run("paced", tmp_path / "two", "steps=8", environment=environment) as two:
-            until_step(two, 1)
+            _until(lambda: bool(steps_of(two.run_dir)), "a first step beside it", FRESH_HOME_S_MAX)
             asked_at = clock.monotonic_s()
             one.popen.send_signal(signal.SIGINT)
             assert one.wait(60.0).code == 130, one.story()
