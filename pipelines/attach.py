@@ -20,8 +20,8 @@ from uuid import UUID
 
 from pipelines import config_file, home, launch, snapshot, updown
 from pipelines.children import is_alive
+from pipelines.faults import ServiceFailed
 from pipelines.home import Kept, Launch
-from pipelines.local_services import ServiceFailed
 from pipelines.progress import ProgressView
 from pipelines.runs import FLOW_RUN, STATUS
 from schemas.settings import Settings

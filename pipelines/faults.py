@@ -1,4 +1,14 @@
-"""Which exit code a fault means. Light: what goes well pays for no names of faults."""
+"""Faults of the people's side, and which exit code a fault means. Light: what goes well pays for no names of faults."""
+
+from workers.runtime.errors import DoraError
+
+
+class ServiceFailed(DoraError):
+    """A local service did not start."""
+
+
+class StartStopped(ServiceFailed):
+    """Somebody does not want the service any more before it answers."""
 
 
 def exit_code_of(error: BaseException) -> int | None:

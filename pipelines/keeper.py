@@ -18,7 +18,8 @@ from pathlib import Path
 
 from pipelines import home, local_services
 from pipelines.children import identity_of
-from pipelines.local_services import HomeInUse, Service, ServiceFailed
+from pipelines.faults import ServiceFailed
+from pipelines.local_services import HomeInUse, Service
 from workers.runtime import clock
 from workers.runtime.process import on_stop_signals
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from pipelines import config_file, report, validate
 from pipelines.children import RunLock
-from pipelines.local_services import StartStopped
+from pipelines.faults import StartStopped
 from pipelines.progress import ProgressView
 from pipelines.runs import RESOLVED, STATUS
 from pipelines.services import Services

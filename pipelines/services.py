@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pipelines import home, local_services
 from pipelines.children import RunLock
-from pipelines.local_services import HomeInUse, Service, ServiceFailed
+from pipelines.faults import ServiceFailed
+from pipelines.local_services import HomeInUse, Service
 from schemas.settings import Settings
 from workers.runtime import clock
 from workers.runtime.errors import BadInput

@@ -14,8 +14,8 @@ from typing import Any
 
 from pipelines import home
 from pipelines.children import is_alive
+from pipelines.faults import ServiceFailed
 from pipelines.home import Kept
-from pipelines.local_services import ServiceFailed
 from workers.runtime import clock
 
 READY_S_MAX = 300.0

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.local_services import HomeInUse, Service, ServiceFailed, start_kafka, start_prefect
+from pipelines.faults import ServiceFailed
+from pipelines.local_services import HomeInUse, Service, start_kafka, start_prefect
 from schemas.settings import parse_settings
 from schemas.topics import TopicSpec
 from workers.runtime.errors import BadInput

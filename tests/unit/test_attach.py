@@ -15,8 +15,8 @@ import pytest
 
 from pipelines import attach, deployments, home, launch, updown
 from pipelines.children import identity_of
+from pipelines.faults import ServiceFailed
 from pipelines.home import Kept, Launch
-from pipelines.local_services import ServiceFailed
 from pipelines.supervise import Outcome
 from tests.unit.pipeline_parts import a_config
 

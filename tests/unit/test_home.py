@@ -12,9 +12,10 @@ import pytest
 
 from pipelines import home, keeper, local_services, updown
 from pipelines.children import identity_of
+from pipelines.faults import ServiceFailed
 from pipelines.home import Kept, Launch
 from pipelines.keeper import Keeper
-from pipelines.local_services import Service, ServiceFailed
+from pipelines.local_services import Service
 from workers.runtime import clock
 
 LIMIT_S = 60.0

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from pipelines.local_services import BROKER_SETTINGS, KAFKA_VERSION
+from pipelines.kafka_java import KAFKA_VERSION
+from pipelines.local_services import BROKER_SETTINGS
 from schemas.topics import RECORD_BYTES_MAX
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.children import RunLock
-from pipelines.local_services import Service, ServiceFailed
+from pipelines.faults import ServiceFailed
+from pipelines.local_services import Service
 from pipelines.services import BROKER_RESTARTS_MAX, Services
 from tests.unit.pipeline_parts import some_settings
 
