@@ -135,6 +135,7 @@ def test_the_orchestrator_dies_before_a_commit_after_one_and_between_polls(parts
 # --- late and second ones ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 @real_engines
 def test_an_engine_that_wakes_up_after_it_was_given_up_is_not_heard(parts: Parts, tmp_path: Path) -> None:
     """Engine and supervisor hang (SIGSTOP) for longer than the engine's timeout; the engine wakes up first and talks.
@@ -158,6 +159,7 @@ def test_an_engine_that_wakes_up_after_it_was_given_up_is_not_heard(parts: Parts
     assert "killing_lost_engine process=rollout-1" in (ran.run_dir / "logs" / "supervisor.log").read_text()
 
 
+@pytest.mark.full
 @quick
 def test_of_two_orchestrators_the_older_is_fenced_and_says_so(parts: Parts, tmp_path: Path) -> None:
     """A second one by hand takes over; the supervisor starts the first again, which takes over from the second."""

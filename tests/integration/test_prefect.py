@@ -158,6 +158,7 @@ def test_cancel_ends_one_run_within_seconds_and_leaves_the_one_beside_it_alone(h
     assert house.ui.ask(f"/flow_runs/{beside}")["name"] == "beside"
 
 
+@pytest.mark.full
 def test_retry_of_a_failed_run_completes_it(house: House, tmp_path: Path) -> None:
     """The trainer finds no configuration when it starts again: that is bad input, and fails the run at once."""
     with house.run(tmp_path, "steps=12") as running:
@@ -184,6 +185,7 @@ def test_retry_of_a_failed_run_completes_it(house: House, tmp_path: Path) -> Non
         _assert_whole(ran, 12)
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_for_half_a_minute_is_not_noticed_and_shows_all_afterwards(
     house: House, tmp_path: Path
 ) -> None:

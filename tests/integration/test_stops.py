@@ -17,6 +17,7 @@ from workers.runtime import clock
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
+@pytest.mark.full
 @quick
 def test_the_supervisor_is_killed_and_the_run_is_resumed(parts: Parts, tmp_path: Path) -> None:
     dice = chance("supervisor")
