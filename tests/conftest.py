@@ -6,6 +6,7 @@ Rule 3: there is one Kafka broker for the whole test session; tests share it, ea
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,6 +21,7 @@ from pipelines.local_services import start_kafka  # noqa: E402
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored, and so its children
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)  # cores are shared: no time per example
 hypothesis.settings.load_profile("house")
 
