@@ -46,7 +46,9 @@ def test_an_engine_is_killed(parts: Parts, tmp_path: Path) -> None:
 
 
 @quick
-@pytest.mark.parametrize("name", ["reward-0", "archive", pytest.param("prompts", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["reward-0", *(pytest.param(name, marks=pytest.mark.full) for name in ("archive", "prompts"))]
+)
 def test_a_worker_is_killed(parts: Parts, name: str, tmp_path: Path) -> None:
     dice = chance(name)
     with parts.run(tmp_path) as running:
@@ -183,6 +185,7 @@ def test_of_two_orchestrators_the_older_is_fenced_and_says_so(parts: Parts, tmp_
         assert "another orchestrator of this run has taken over" in text, text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("parts", "engine"),
     [

@@ -18,7 +18,7 @@ from workers.runtime.process import Process
 from workers.transport.records.bus import publish
 from workers.transport.records.kafka_bus import KafkaBus
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 EVENTS = 100_000
 RESTART_S_MAX = 5.0
 EVENTS_PER_POLL_MAX = 200

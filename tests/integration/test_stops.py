@@ -93,6 +93,7 @@ def test_sigint_while_the_broker_is_away_leaves_nothing_after_10_s_and_the_run_i
         assert_survived(running.wait(LIMIT_S), running, parts.steps, [at])
 
 
+@pytest.mark.full
 def test_sigint_while_it_starts_is_heard_and_the_run_is_resumed(tmp_path: Path) -> None:
     """At a random moment of the start, before there is anything to watch."""
     parts = Parts("paced", 2)

@@ -19,7 +19,7 @@ from workers.transport.weights.manifest import fingerprint
 pytestmark = pytest.mark.integration
 THREE = ("engines.count=3", "prefect.enabled=false")
 STEPS = 8
-KEPT = (f"steps={STEPS}", "scheduling.weights_keep=99")
+SYNC_STEPS = 5
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,22 @@ def test_versions_overlap_within_the_window(tmp_path: Path, k: int) -> None:
 def test_without_staleness_the_run_is_a_synchronous_loop(tmp_path: Path) -> None:
     """B02. K = 0: step n trains rows nB .. (n + 1)B, all sampled by version n: the tokens and weights are those of a
     plain loop that samples B prompts on one engine, trains on them, and starts over."""
-    with dora_run("tiny", tmp_path, *THREE, "staleness_max=0", "evaluation.samples=0", *KEPT) as running:
+    kept = (f"steps={SYNC_STEPS}", "scheduling.weights_keep=99")
+    with dora_run("tiny", tmp_path, *THREE, "staleness_max=0", "evaluation.samples=0", *kept) as running:
         ran = running.wait()
-        assert_good(ran, running, steps=STEPS)
+        assert_good(ran, running, steps=SYNC_STEPS)
     print(f"K = 0: lag {ran.summary.lag.histogram}, {ran.summary.versions.hosted_max} versions at once")
-    assert ran.summary.lag.histogram == {0: STEPS * 16}
+    assert ran.summary.lag.histogram == {0: SYNC_STEPS * 16}
     assert ran.summary.versions.hosted_max == 1
     run = Run(ran.run_dir)
     trained = _rows_by_step(run)
-    assert {row["version"] for rows in trained.values() for row in rows} == set(range(STEPS))
-    made = [run.weights[version]["fingerprint"] for version in range(STEPS + 1)]
-    assert len(set(made)) == STEPS + 1, "each step must change the weights"
+    assert {row["version"] for rows in trained.values() for row in rows} == set(range(SYNC_STEPS))
+    made = [run.weights[version]["fingerprint"] for version in range(SYNC_STEPS + 1)]
+    assert len(set(made)) == SYNC_STEPS + 1, "each step must change the weights"
     with open_host() as host, contextlib.closing(learner_of(run.settings)) as learner:
         model = Path(run.settings.model)
         engine = RemoteEngine(host, "loop", run.settings, model)
-        for step in range(STEPS):
+        for step in range(SYNC_STEPS):
             assert fingerprint(learner.export()) == made[step]
             engine.load(WeightsRecord.model_validate({**run.weights[step]}))
             ours, theirs = _sampled(engine, run, step), {(row["group"], row["index"]): row for row in trained[step]}
@@ -70,7 +71,7 @@ def test_without_staleness_the_run_is_a_synchronous_loop(tmp_path: Path) -> None
                 assert logprobs == pytest.approx(theirs[key]["logprobs"], abs=1e-4)
                 assert theirs[key]["reward"] == pytest.approx(sum(one < 128 for one in ids) / len(ids))
             learner.train(samples_of(trained[step], run.settings.training.advantage))
-        assert fingerprint(learner.export()) == made[STEPS]
+        assert fingerprint(learner.export()) == made[SYNC_STEPS]
         engine.close()
 
 
