@@ -1,5 +1,6 @@
 """vLLM serves what it says: swaps against cold engines, fingerprints, the probe, seeds, log-probs. Tiny models."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.device import best_dtype
 from schemas.messages import RequestRecord, WeightsRecord
 from schemas.settings import Sampling
 from tests.integration.helpers_vllm import Host, RemoteEngine, open_host, request, run_all, sample, settings_for
@@ -104,17 +106,20 @@ def test_after_each_swap_the_served_fingerprint_is_the_new_one_of_the_manifest(p
 
 @pytest.mark.parametrize("pair", TIED, indirect=True)
 def test_without_repacking_a_tied_output_layer_is_stale_and_the_probe_sees_it(pair: Pair) -> None:
+    """A CPU without instructions for bfloat16 keeps no copy of such a layer: there nothing can be stale."""
+    keeps_a_copy = pair.dtype == "float32" or best_dtype() == "bfloat16"
     pair.swapped.load(pair.weights[0])
     pair.host.call("without_repacking", True)
     try:
-        with pytest.raises(ProbeMismatch):
+        with pytest.raises(ProbeMismatch) if keeps_a_copy else contextlib.nullcontext():
             pair.swapped.load(pair.weights[1])
-        assert pair.swapped.version is None
+        assert (pair.swapped.version is None) == keeps_a_copy
         pair.host.call("serve_anyway", "swapped", 1)
-        stale = run_all(pair.swapped, requests_of(1))
+        served = run_all(pair.swapped, requests_of(1))
     finally:
         pair.host.call("without_repacking", False)
-    assert difference(stale, run_all(pair.cold, requests_of(1))) > 0.1
+    away = difference(served, run_all(pair.cold, requests_of(1)))
+    assert away > 0.1 if keeps_a_copy else away <= TOLERANCE[pair.dtype]
 
 
 @only_llama
