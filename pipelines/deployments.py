@@ -22,12 +22,12 @@ from prefect.states import Cancelled
 from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
-from pipelines import config_file, flows
+from pipelines import config_file, flows, reporter
 from pipelines.home import LAUNCH_VARIABLE
 from schemas.settings import Settings
 
 QUICKSTART = Path("configs/quickstart.toml")
-AWAY = flows.AWAY
+AWAY = reporter.AWAY
 """What a call here may raise when the server does not answer."""
 
 

@@ -14,7 +14,7 @@ class StartStopped(ServiceFailed):
 def exit_code_of(error: BaseException) -> int | None:
     """2 = a person's mistake, 1 = the world's fault, None = our own bug."""
     from schemas.settings import SettingsError
-    from workers.runtime.errors import BadInput, DoraError
+    from workers.runtime.errors import BadInput
     from workers.transport.records.bus import BusUnavailable
 
     if isinstance(error, BadInput | SettingsError):

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause, PrefectException
+from prefect.exceptions import Pause
 from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
@@ -29,8 +28,6 @@ from pipelines.supervise import Outcome
 from schemas.settings import Settings
 
 CLOSE_S = 10.0
-AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
-"""What Prefect's client raises when its server does not answer (at a flow's start a plain RuntimeError)."""
 
 
 @flow(name="train", persist_result=False)

@@ -12,7 +12,7 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -53,12 +53,6 @@ class Nobody:
 
     def offer(self, now: Snapshot, /) -> None:
         """Nothing."""
-
-
-def run_config(config: Path, overrides: Sequence[str], resume: bool) -> int:
-    """Run it; the exit code. BadInput, DoraError."""
-    settings = config_file.read_settings(config, overrides)
-    return run(ready(settings, str(config), resume), config.stem, resume).exit_code
 
 
 def ready(settings: Settings, source: str, resume: bool, *, checked: bool = False) -> Settings:

@@ -44,6 +44,7 @@ LAST_WORD_S_MAX = 8.0
 _IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
 """We try again ourselves: after a server that was away, what people press is heard within a second."""
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
+"""What Prefect's client raises when its server does not answer (at a flow's start a plain RuntimeError)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ except Exception as error:
 @dataclass(frozen=True, slots=True)
 class Checked:
     """A configuration that can start: `settings.model` is an absolute folder, `settings.dtype` is not `auto`.
-    `prompts` is None if the model is not here, then `tokens_max` is 0."""
+    `prompts` is None if the model is not here: then both are as they were given, and `tokens_max` is 0."""
 
     settings: Settings
     tables: tuple[Table, ...]

@@ -108,5 +108,6 @@ def test_toy_graders_vary_and_need_no_text() -> None:
     half = item(ids=(2, 3, 400, 401))
     assert toy_graders.even_share(half) == 0.5
     assert toy_graders.low_share(half) == 0.5
+    assert toy_graders.distinct_share(item(ids=(2, 3, 3, 3))) == 0.5
     assert toy_graders.low_majority(half) == Verdict(0.5, 1.0, {"share": 0.5})
     assert not graders.needs_text(toy_graders.even_share)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from schemas.messages import Issue, JournalRecord
-from tests.unit.mind_driver import Driver, settings_of
+from tests.unit.mind_driver import Driver, played, settings_of
 from workers.orchestrator.recovery import JournalDiffers, inputs, replay
 from workers.orchestrator.state import Mind
 
@@ -20,15 +20,6 @@ def journal(driver: Driver) -> list[JournalRecord]:
         record = JournalRecord(run="unit", sequence=sequence, inputs=where, events=(event,), effects=effects)
         records.append(JournalRecord.model_validate_json(record.model_dump_json()))
     return records
-
-
-def played() -> Driver:
-    driver = Driver()
-    for group in (0, 1, 2):
-        driver.complete(group)
-    driver.train()
-    driver.host_all()
-    return driver
 
 
 def test_a_replayed_mind_is_the_same_and_goes_on_alike() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from schemas import messages as m
 from tests.simulation.world import World
-from tests.unit.mind_driver import Driver
+from tests.unit.mind_driver import Driver, played
 from workers.orchestrator import snapshot as s
 from workers.orchestrator.groups import Group, Groups, Place, Request, VersionBooks
 from workers.orchestrator.placement import Engine, Fleet
@@ -166,15 +166,6 @@ def journal(driver: Driver, every: int) -> list[m.JournalRecord]:
         if number % every == 0:
             write((), [], s.pack(s.take(mind)))
     return records
-
-
-def played() -> Driver:
-    driver = Driver()
-    for group in (0, 1, 2):
-        driver.complete(group)
-    driver.train()
-    driver.host_all()
-    return driver
 
 
 def test_the_newest_snapshot_and_what_follows_make_the_mind_of_the_whole_journal() -> None:
