@@ -10,7 +10,7 @@ LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2
 
-.PHONY: help run test test-full lint fmt lock clean
+.PHONY: help run test test-full bench lint fmt lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Long; on a machine that does nothing else.
+bench: $(READY)
+	$(BIN)/dora bench tap
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix .

@@ -225,6 +225,25 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(0 if all(check.ok for check in found) else 1)
 
 
+@app.command(epilog="Example: dora bench tap --json")
+def bench(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Without one: which there are.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine: ratios within one run."""
+    with _faults():
+        from pipelines.bench import benchmarks as benches
+
+        if not name:
+            print("\n".join(f"{name:<8} {what}" for name, what in benches.NAMES.items()))
+            return
+        found = benches.measure(name)
+        if as_json:
+            print(json.dumps(found))
+        else:
+            print("\n".join(f"{key:<40} {value:,}" for key, value in found["figures"].items()))
+
+
 @app.command(epilog="Example: dora worker rollout --run-dir runs/quickstart-000 --broker 127.0.0.1:9092 --number 1")
 def worker(
     kind: Annotated[

@@ -26,6 +26,15 @@ def cpu_flags(cpu_info: Path = CPU_INFO) -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
+def machine(cpu_info: Path = CPU_INFO) -> str:
+    """The processor's name, how many of its cores are ours, the fast dtype; what a measurement was made on."""
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {best_dtype(cpu_info)}"
+
+
 def visible_gpus(listed: Path = GPU_LIST) -> list[str]:
     """What CUDA_VISIBLE_DEVICES names, else the numbers of all GPUs of this machine."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
