@@ -1,15 +1,18 @@
 """The reporter of a run: one thread that owns all calls to Prefect while the run works.
 
 Rule 1: `offer` never waits; only the newest snapshot counts. A call that fails is dropped, the next turn says more.
-Rule 2: one progress, one table, one report: each made once per flow run and then updated in place.
+Rule 2: one progress, one table, one report: each made once per flow run and then updated in place. A task run for each
+start of a process, a line in the log now and then.
 Rule 3: what people press is seen by reading our own state every HEAR_S, whatever became of the worker or the server.
 """
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,18 +20,18 @@ from uuid import UUID
 import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate, LogCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
-from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Suspended
 
 from pipelines import pictures, plots, snapshot
 from pipelines.children import write_whole
 from pipelines.home import Launch
+from pipelines.reporter_tasks import ProcessTasks
 from pipelines.runs import FLOW_RUN, STATUS
 from pipelines.snapshot import Snapshot
 from pipelines.supervise import Outcome, StopRequest
@@ -38,7 +41,7 @@ from workers.runtime.log import Log
 
 HEAR_S = 1.0
 SHOW_S = 3.0
-SAY_S = 30.0
+SAY_S = 10.0
 """Between two lines in the flow run's log."""
 LAST_WORD_S_MAX = 8.0
 _IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
@@ -76,7 +79,7 @@ class Reporter(threading.Thread):
         self._history = plots.History()
         self._leave = threading.Event()
         self._log = Log("prefect")
-        self._ui_log = get_run_logger()
+        self._processes = ProcessTasks(flow_run)
 
     def begin(self, settings: Settings, run_dir: Path, stop: StopRequest) -> None:
         """The run has its folder."""
@@ -149,10 +152,14 @@ class Reporter(threading.Thread):
             self._named = True
         if now is not None:
             self._history.take(now)
-            self._tell(now)
-            self._say(now)
+            self._tell(client, now)
+            self._show_line(client, now)
             self._put(client, "progress", pictures.share_done(now))
             self._put(client, "table", json.dumps(pictures.table(now)))
+        if self._outcome is not None:
+            self._processes.close(client, self._outcome.kind)
+        elif self._folder:
+            self._processes.show(client, Path(self._folder))
         self._put(client, "markdown", plots.report(now, self._history, self._outcome, self._folder))
         self._shown, self._shown_at = now, clock.monotonic_s()
 
@@ -170,13 +177,22 @@ class Reporter(threading.Thread):
         create = ArtifactCreate(key=key, type=kind, data=data, description=text, flow_run_id=self._flow_run)
         self._artifacts[kind] = client.create_artifact(create).id
 
-    def _say(self, now: Snapshot) -> None:
-        """One line for the flow run's log now and then."""
+    def _show_line(self, client: SyncPrefectClient, now: Snapshot) -> None:
+        """How it stands, now and then; how it ended."""
         if self._outcome is not None or clock.monotonic_s() - self._said_at >= SAY_S:
             self._said_at = clock.monotonic_s()
-            self._ui_log.info(pictures.line(now))
+            self._say(client, logging.INFO, pictures.line(now))
+        if self._outcome is not None:
+            self._say(client, logging.INFO, f"{self._outcome.kind}: {self._outcome.reason}")
 
-    def _tell(self, now: Snapshot) -> None:
+    def _say(self, client: SyncPrefectClient, level: int, text: str) -> None:
+        """A line in the flow run's log."""
+        at = datetime.fromtimestamp(clock.now_us() / 1e6, UTC)
+        client.create_logs(
+            [LogCreate(name="dora", level=level, message=text, timestamp=at, flow_run_id=self._flow_run)]
+        )
+
+    def _tell(self, client: SyncPrefectClient, now: Snapshot) -> None:
         """Events for automations: one per step, version and lost engine, once in the life of a run."""
         told = self._told
         newest = -1 if now.version is None else now.version
@@ -187,7 +203,8 @@ class Reporter(threading.Thread):
             self._emit("dora.version.published", {"version": version})
         for lost in range(told.engines_lost, now.engines_lost):
             self._emit("dora.engine.lost", {"lost": lost + 1})
-            self._ui_log.warning("an engine was lost (the %d. of this run); its requests go on elsewhere", lost + 1)
+            text = f"an engine was lost (number {lost + 1} of this run); its requests go on elsewhere"
+            self._say(client, logging.WARNING, text)
         self._told = Told(
             max(told.steps, now.step), max(told.version, newest), max(told.engines_lost, now.engines_lost)
         )

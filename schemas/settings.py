@@ -151,7 +151,7 @@ class Prefect(Section):
 class Settings(Section):
     """One run."""
 
-    name: str = Field("", description="Run name; empty = <config>-<nnn>.")
+    name: str = Field("", description="Run name; empty = the configuration's name and a number.")
     runs_dir: str = Field("runs", description="Folder of run folders.")
     mode: Literal["sync", "dora"] = Field("dora", description="sync = each step waits for its own rollouts (K = 0).")
     seed: int = Field(0, ge=0, description="Of the order of rows and of every sample.")

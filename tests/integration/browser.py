@@ -20,15 +20,14 @@ from websockets.sync.client import connect
 from workers.runtime import clock
 
 WAIT_S_MAX = 60.0
-_FIND = """(() => {
-  const said = %s, role = %s;
-  const seen = e => e.offsetParent !== null || e.getClientRects().length > 0;
-  const all = [...document.querySelectorAll('button, a, [role=button], [role=menuitem], [role=tab], .p-button')];
-  const found = all.filter(e => seen(e) && !e.disabled && e.textContent.trim() === said);
-  const e = role === 'last' ? found[found.length - 1] : found[0];
-  if (!e) return false;
-  e.click();
-  return true;
+CLICK_AGAIN_S = 5.0
+_CLICK = """(() => {
+  const seen = e => e.getClientRects().length > 0;
+  const over = [...document.querySelectorAll('[role=dialog]')].filter(e => seen(e) && e.innerText.includes(%s));
+  const all = [...(over[0] || document).querySelectorAll('button, a, [role=button], [role=menuitem], [role=tab]')];
+  const found = all.find(e => seen(e) && !e.disabled && e.textContent.trim() === %s);
+  if (found) found.click();
+  return found !== undefined;
 })()"""
 
 
@@ -59,27 +58,42 @@ class Page:
 
     def see(self, text: str, limit_s: float = WAIT_S_MAX) -> None:
         """Wait until the page shows it; AssertionError with what it shows."""
-        self._until(f"document.body.innerText.toLowerCase().includes({json.dumps(text.lower())})", text, limit_s)
+        self._until(_shows(text), text, limit_s)
 
-    def click(self, text: str, *, last: bool = False) -> None:
-        """What says exactly this, once it can be clicked; `last` = of several (a dialog lies over its page)."""
-        self._until(_FIND % (json.dumps(text), json.dumps("last" if last else "first")), text, WAIT_S_MAX)
+    def click(self, text: str) -> None:
+        """What says exactly this, once it can be clicked."""
+        self._until(_CLICK % ('"-"', json.dumps(text)), text, WAIT_S_MAX)
+
+    def confirm(self, title: str, text: str) -> None:
+        """Click what says `text` in a dialog or form with this title, again if nothing follows, until that is gone."""
+        self.see(title)
+        limit = clock.monotonic_s() + WAIT_S_MAX
+        while self._value(_shows(title)):
+            assert clock.monotonic_s() < limit, f"{title!r} stays whatever is clicked"
+            self._value(_CLICK % (json.dumps(title), json.dumps(text)))
+            with contextlib.suppress(AssertionError):
+                self._until(f"!{_shows(title)}", f"the end of {title}", CLICK_AGAIN_S, shoot=False)
 
     def shoot(self, name: str) -> None:
         self._shots.mkdir(parents=True, exist_ok=True)
         picture = self.ask("Page.captureScreenshot", format="png")["data"]
         (self._shots / f"{name}.png").write_bytes(base64.b64decode(picture))
 
-    def _until(self, expression: str, what: str, limit_s: float) -> None:
+    def _until(self, expression: str, what: str, limit_s: float, *, shoot: bool = True) -> None:
         limit = clock.monotonic_s() + limit_s
         while not self._value(expression):
             if clock.monotonic_s() > limit:
-                self.shoot("not-seen")
+                if shoot:
+                    self.shoot("not-seen")
                 raise AssertionError(f"{what!r} did not come; the page:\n{self._value('document.body.innerText')}")
             threading.Event().wait(0.3)
 
     def _value(self, expression: str) -> Any:
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+
+def _shows(text: str) -> str:
+    return f"document.body.innerText.toLowerCase().includes({json.dumps(text.lower())})"
 
 
 @contextlib.contextmanager

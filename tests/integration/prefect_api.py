@@ -93,6 +93,21 @@ class Ui:
         assert len({one["type"] for one in found}) == len(found), [one["key"] for one in found]
         return {one["type"]: one["data"] for one in found}
 
+    def artifact(self, flow_run: str, kind: str) -> str:
+        """The id of one."""
+        found = self.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
+        return next(str(one["id"]) for one in found if one["type"] == kind)
+
+    def lines(self, flow_run: str) -> list[str]:
+        """Our lines of its log, oldest first."""
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC"}
+        return [one["message"] for one in self.ask("/logs/filter", wanted) if one["name"] == "dora"]
+
+    def tasks(self, flow_run: str) -> list[tuple[str, str]]:
+        """Name and state of its task runs."""
+        wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
+        return [(one["name"], one["state"]["type"]) for one in self.ask("/task_runs/filter", wanted)]
+
     def events(self, name: str, run: str) -> list[dict[str, Any]]:
         """Payloads of this run's events of a name, oldest first."""
         wanted = {"filter": {"event": {"name": [name]}, "resource": {"id": [f"dora.run.{run}"]}}, "limit": 50}

@@ -134,6 +134,14 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
     assert {"window", "engine 0"} <= {row["what"] for row in json.loads(shown["table"])}
     assert shown["markdown"].count("data:image/svg+xml;base64,") == 4
     assert [said["step"] for said in house.ui.events("dora.step.trained", tmp_path.name)][-20:] == list(range(20))
+    lines = house.ui.lines(flow_run)
+    assert any(line.startswith("suspended: ") for line in lines)
+    assert "step 20/20" in lines[-2]
+    assert lines[-1].startswith("done: ")
+    tasks = house.ui.tasks(flow_run)
+    assert {"trainer", "rollout-0", "orchestrator"} <= {name for name, _ in tasks}
+    assert {state for _, state in tasks} == {"COMPLETED"}
+    assert len(tasks) == 2 * len({name for name, _ in tasks}), "each process was started twice"
 
 
 def test_cancel_ends_one_run_within_seconds_and_leaves_the_one_beside_it_alone(house: House, tmp_path: Path) -> None:
@@ -286,14 +294,14 @@ def test_people_start_watch_suspend_resume_and_cancel_a_run_in_a_browser(house: 
         page.open(f"{where}/deployments/deployment/{deployment}/run?parameters={parameters}")
         page.see("Samples per prompt (G).")
         page.shoot("1-form")
-        page.click("Submit")
+        page.confirm("Samples per prompt (G).", "Submit")
         _until(lambda: run_dir.is_dir() and len(steps_of(run_dir)) > 3, "a fourth step")
         flow_run = flow_run_of(run_dir)
         page.open(f"{where}/runs/flow-run/{flow_run}")
         page.see("Running")
         page.shoot("2-running")
         page.click("Suspend")
-        page.click("Suspend", last=True)
+        page.confirm("Suspend Flow Run", "Submit")
         house.ui.wait_state(flow_run, lambda state: state["name"] == "Suspended", SUSPEND_S_MAX)
         page.see("Suspended")
         page.shoot("3-suspended")
@@ -302,20 +310,22 @@ def test_people_start_watch_suspend_resume_and_cancel_a_run_in_a_browser(house: 
         )
         before = len(steps_of(run_dir))
         page.click("Resume")
-        page.click("Resume", last=True)
+        page.confirm("Resume Flow Run", "Submit")
         _until(lambda: len(steps_of(run_dir)) > before + 2, "steps after the resume")
-        page.open(f"{where}/artifacts/key/clicked-report")
-        page.see("clicked")
+        page.open(f"{where}/artifacts/artifact/{house.ui.artifact(flow_run, 'markdown')}")
+        page.see("step")
         page.shoot("4-report")
         page.open(f"{where}/runs/flow-run/{flow_run}")
         page.see("Running")
+        page.see("live groups")
+        page.shoot("5-running-again")
         page.click("Cancel")
-        page.click("Cancel", last=True)
+        page.confirm("Cancel Flow Run", "Confirm")
         asked_at = clock.monotonic_s()
         house.ui.wait_state(flow_run, lambda state: state["type"] == "CANCELLED", 30.0)
         print(f"cancelled after {clock.monotonic_s() - asked_at:.1f} s")
         page.see("Cancelled")
-        page.shoot("5-cancelled")
+        page.shoot("6-cancelled")
     assert check(run_dir) == []
 
 

@@ -3,12 +3,13 @@
 import base64
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Cancelling, Paused, Running, Suspended
 
 from pipelines import pictures, plots, reporter
@@ -33,6 +34,8 @@ class Server:
         self.name = ""
         self.artifacts: dict[UUID, Any] = {}
         self.forced: list[str] = []
+        self.lines: list[str] = []
+        self.tasks: dict[UUID, TaskRun] = {}
 
     def read_flow_run(self, _: UUID) -> "Server":
         return self
@@ -58,6 +61,25 @@ class Server:
     def update_artifact(self, place: UUID, update: Any) -> None:
         self.artifacts[place].data = update.data
 
+    def create_logs(self, logs: list[Any]) -> None:
+        self.lines += [log.message for log in logs]
+
+    def create_task_run(self, _: Any, flow_run: UUID, key: str, *, name: str, state: State[Any]) -> TaskRun:
+        made = TaskRun(id=uuid4(), task_key=name, dynamic_key=key, flow_run_id=flow_run, name=name, state=state)
+        self.tasks[made.id] = made
+        return made
+
+    def read_task_runs(self, **_: Any) -> list[TaskRun]:
+        return list(self.tasks.values())
+
+    def set_task_run_state(self, place: UUID, state: State[Any], *, force: bool) -> None:
+        assert force
+        self.tasks[place].state = state
+
+    def processes(self) -> list[tuple[str, str]]:
+        """Names and states of the task runs, in the order of their starts."""
+        return [(task.name, str(task.state and task.state.name)) for task in self.tasks.values()]
+
     def shown(self) -> dict[str, Any]:
         return {made.type: made.data for made in self.artifacts.values()}
 
@@ -66,7 +88,6 @@ class Stage:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         monkeypatch.setattr(reporter, "emit_event", lambda event, payload, **_: self.events.append((event, payload)))
-        monkeypatch.setattr(reporter, "get_run_logger", lambda: __import__("logging").getLogger("test"))
         self.folder, self.server, self.stop = folder, Server(), StopRequest()
         (folder / "r").mkdir(parents=True, exist_ok=True)
         self.settings = some_settings(folder)
@@ -102,6 +123,50 @@ def test_there_is_one_artifact_of_each_kind_whoever_goes_on_with_the_flow_run(st
     _show(second, stage)
     assert sorted(stage.server.shown()) == ["markdown", "progress", "table"]
     assert stage.server.shown()["progress"] == 100.0
+
+
+def _works(stage: Stage, **pids: int) -> None:
+    said = {"supervisor": {}, "processes": {name: {"pid": pid, "created": float(pid)} for name, pid in pids.items()}}
+    (stage.folder / "r" / "supervisor.json").write_text(json.dumps(said))
+
+
+def test_each_start_of_a_process_is_a_task_run_and_each_death_is_seen(stage: Stage) -> None:
+    made = stage.reporter()
+    for number, trainer in enumerate((2, 2, 3)):
+        _works(stage, reward=1, trainer=trainer)
+        made.offer(replace(NOW, seconds=float(number)))
+        _show(made, stage)
+    assert stage.server.processes() == [("reward", "Running"), ("trainer", "Crashed"), ("trainer", "Running")]
+    made._outcome = Outcome("suspended", "suspended in the Prefect UI")
+    (stage.folder / "r" / "supervisor.json").unlink()
+    _show(made, stage)
+    assert [state for _, state in stage.server.processes()] == ["Completed", "Crashed", "Completed"]
+
+
+def test_processes_of_a_supervisor_that_was_killed_are_closed_by_the_next(stage: Stage) -> None:
+    first = stage.reporter()
+    _works(stage, trainer=1)
+    first.offer(NOW)
+    _show(first, stage)
+    second = stage.reporter()
+    _works(stage, trainer=2)
+    second.offer(NOW)
+    _show(second, stage)
+    assert stage.server.processes() == [("trainer", "Crashed"), ("trainer", "Running")]
+
+
+def test_the_log_says_how_it_stands_and_how_it_ended(stage: Stage) -> None:
+    made = stage.reporter()
+    made.offer(NOW)
+    _show(made, stage)
+    made.offer(replace(NOW, engines_lost=1))
+    _show(made, stage)
+    made._outcome = Outcome("failed", "the trainer died 3 times")
+    _show(made, stage)
+    begun, lost, stands, ended = stage.server.lines
+    assert begun == stands == pictures.line(NOW)
+    assert lost.startswith("an engine was lost (number 1")
+    assert ended == "failed: the trainer died 3 times"
 
 
 def test_every_step_version_and_lost_engine_is_told_once_also_after_a_resume(stage: Stage) -> None:
