@@ -101,8 +101,10 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def invalid_reason(row: Row, *, scored: bool) -> str | None:
+def invalid_reason(row: Row, *, scored: bool, mixed: bool = False) -> str | None:
     """Why this row may not be used, or None. The one place that says so.
+
+    `mixed`: mode `partial`, where a sample goes on under later versions than its group's.
 
     `scored`: the row comes from `trajectories` or `evaluations`, so it has a verdict or a `score_error`.
     Reward applies it before writing (a bad row is dead-lettered), the trainer before the gradient (a bad row is a bug).
@@ -114,7 +116,7 @@ def invalid_reason(row: Row, *, scored: bool) -> str | None:
     for name in ("prompt_ids", "response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path"):
         if None in (row[name] or ()):
             return f"{name} has a null in it"
-    return _lengths(row) or _path(row) or _times(row, scored) or _verdict(row, scored)
+    return _lengths(row) or _path(row, mixed) or _times(row, scored) or _verdict(row, scored)
 
 
 def _lengths(row: Row) -> str | None:
@@ -141,12 +143,16 @@ def _lengths(row: Row) -> str | None:
     return None
 
 
-def _path(row: Row) -> str | None:
+def _path(row: Row, mixed: bool) -> str | None:
     path = row["engine_path"]
     if sum(stay["tokens"] for stay in path) != len(row["response_ids"]):
         return "engine_path's tokens do not add up to response_ids"
-    other = [stay["version"] for stay in path if stay["version"] != row["version"]]
-    if other:
+    versions = [stay["version"] for stay in path]
+    other = [version for version in versions if version != row["version"]]
+    if mixed:
+        if [row["version"], *versions] != sorted([row["version"], *versions]):
+            return f"engine_path has versions {versions}, the row {row['version']}: they never fall"
+    elif other:
         return f"engine_path has version {other[0]}, the row {row['version']}"
     if any(not stay["fingerprint"] for stay in path):
         return "engine_path has an empty fingerprint"

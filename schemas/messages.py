@@ -15,6 +15,7 @@ from schemas.ids import Position, RequestKey
 from schemas.records import (
     BatchRecord,
     DeadLetter,
+    Issue,
     KvHandle,
     Member,
     Message,
@@ -32,6 +33,7 @@ from schemas.records import (
 __all__ = [
     "BatchRecord",
     "DeadLetter",
+    "Issue",
     "KvHandle",
     "Member",
     "Message",
@@ -308,23 +310,6 @@ class DeleteWeights(Message):
 
     kind: Literal["delete_weights"] = "delete_weights"
     version: int
-
-
-class Issue(Message):
-    """Send the sample to the engine. `partial`: where the tokens so far lie; None = from the prompt."""
-
-    kind: Literal["issue"] = "issue"
-    group: int
-    index: int
-    attempt: int
-    version: int
-    engine: int
-    incarnation: int
-    sequence: int
-    purpose: Purpose
-    prompt_row: int
-    queued_at: int
-    partial: Position | None = None
 
 
 class VoidGroup(Message):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schemas.ids import RequestKey
+from schemas.ids import Position, RequestKey
 
 Purpose = Literal["train", "eval"]
 StopReason = Literal["moved", "pressure", "environment", "snapshot"]
@@ -55,7 +55,11 @@ class PromptRecord(Message):
 
 
 class RequestRecord(Message):
-    """One sample on its way to an engine; with `response_ids` a partial that goes on."""
+    """One sample on its way to an engine; with `response_ids` a partial that goes on.
+
+    `version` is its group's. `under`: in mode `partial`, the later version whose weights sample it from here on; None =
+    its own.
+    """
 
     run: str
     group: int
@@ -84,10 +88,40 @@ class RequestRecord(Message):
     started_at: int | None = None
     kv: KvHandle | None = None
     metadata: str = "{}"
+    under: int | None = Field(None, exclude_if=lambda version: version is None)
 
     @property
     def key(self) -> RequestKey:
         return RequestKey(self.group, self.index, self.attempt)
+
+    @property
+    def host_version(self) -> int:
+        """The version that the engine hosts to take it."""
+        return self.version if self.under is None else self.under
+
+
+class Issue(Message):
+    """Send the sample to the engine. `partial`: where the tokens so far lie; None = from the prompt. `under`: the later
+    version whose weights sample it (mode `partial`); None = its own."""
+
+    kind: Literal["issue"] = "issue"
+    group: int
+    index: int
+    attempt: int
+    version: int
+    engine: int
+    incarnation: int
+    sequence: int
+    purpose: Purpose
+    prompt_row: int
+    queued_at: int
+    partial: Position | None = None
+    under: int | None = Field(None, exclude_if=lambda version: version is None)
+
+    @property
+    def host_version(self) -> int:
+        """The version that the engine hosts to take it."""
+        return self.version if self.under is None else self.under
 
 
 class PartialRecord(Message):

@@ -53,6 +53,8 @@ class Scheduling(Section):
     """The orchestrator's freedom."""
 
     live_factor: float = Field(2.0, gt=0, description="Live groups at most, in batches.")
+    oversample_factor: float = Field(1.5, ge=1, description="Mode oversample: groups opened per step, in batches.")
+    legacy_fill: bool = Field(False, description="Fill old versions' idle seats with new groups of their version.")
     partition: Literal["packed", "proportional"] = Field("packed", description="How versions share the engines.")
     rebalance_period_s: float = Field(5.0, gt=0, description="Partition again at least this often.")
     failures_max: int = Field(3, ge=1, description="Failures of one sample until its group is voided.")
@@ -153,7 +155,12 @@ class Settings(Section):
 
     name: str = Field("", description="Run name; empty = the configuration's name and a number.")
     runs_dir: str = Field("runs", description="Folder of run folders.")
-    mode: Literal["sync", "dora"] = Field("dora", description="sync = each step waits for its own rollouts (K = 0).")
+    mode: Literal["sync", "one_step", "partial", "oversample", "dora"] = Field(
+        "dora",
+        description="sync = each step waits for its own rollouts (K = 0). one_step = K 1, all engines change version "
+        "together. partial = requests go on under each new version. oversample = K 0, more groups than a step needs, "
+        "the rest is voided.",
+    )
     seed: int = Field(0, ge=0, description="Of the order of rows and of every sample.")
     steps: int = Field(0, ge=0, description="Training steps; 0 = until the datasets' epochs are used up.")
     epochs: int = Field(0, ge=0, description="Passes over the training rows; 0 = as many as `steps` need.")
@@ -183,13 +190,20 @@ class Settings(Section):
 
     @property
     def lag_max(self) -> int:
-        """K of the mode: `sync` is K = 0."""
-        return 0 if self.mode == "sync" else self.staleness_max
+        """K of the mode: `sync` and `oversample` are K = 0, `one_step` is K = 1."""
+        return {"sync": 0, "oversample": 0, "one_step": 1}.get(self.mode, self.staleness_max)
 
     @property
     def live_max(self) -> int:
-        """Live groups at most: `live_factor x B`, with K = 0 exactly B."""
+        """Live groups at most: `live_factor x B`, with K = 0 exactly B, or `oversample_factor x B` in that mode."""
+        if self.mode == "oversample":
+            return int(self.scheduling.oversample_factor * self.groups_per_batch)
         return self.groups_per_batch if self.lag_max == 0 else int(self.scheduling.live_factor * self.groups_per_batch)
+
+    @property
+    def mixes_versions(self) -> bool:
+        """A trajectory may have tokens of several versions (I4 does not hold)."""
+        return self.mode == "partial"
 
     def dataset_names(self) -> list[str]:
         """What rows call each dataset (`task` in every record of theirs); unique among those of one purpose."""
@@ -216,6 +230,11 @@ class Settings(Section):
             raise ValueError("scheduling.live_factor x groups_per_batch is below 1 group: nothing could ever open")
         if self.lag_max and self.scheduling.live_factor < 1:
             raise ValueError("scheduling.live_factor below 1 can never fill a batch")
+        if self.scheduling.legacy_fill and self.mode != "dora":
+            raise ValueError(
+                f'scheduling.legacy_fill needs mode = "dora": in mode {self.mode} old versions never have idle seats '
+                "that may be filled"
+            )
         if self.engines.count * self.engines.seats < self.group_size:
             raise ValueError(
                 f"all engines together have {self.engines.count * self.engines.seats} seats, "

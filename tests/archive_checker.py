@@ -194,15 +194,17 @@ def weights_name_their_batch(run: Run) -> Iterator[str]:
 
 
 def a_group_has_one_version(run: Run) -> Iterator[str]:
+    """In mode `partial` a group keeps its version too, and its samples go on under later ones, never under older."""
     chosen = {group: version for batch in run.batches for group, version in batch["groups"]}
     for effect in run.effects("issue"):
         if chosen.setdefault(effect["group"], effect["version"]) != effect["version"]:
             yield f"group {effect['group']} was issued at versions {chosen[effect['group']]} and {effect['version']}"
     for where, row in run.token_rows():
         version = chosen.setdefault(row["group"], row["version"])
-        seen = {row["version"], *(stay["version"] for stay in row["engine_path"])}
-        if seen != {version}:
-            yield f"{where}: versions {sorted(seen)}, group {row['group']} has {version}"
+        seen = [row["version"], *(stay["version"] for stay in row["engine_path"])]
+        grows = run.settings.mode == "partial" and row["version"] == version and seen == sorted(seen)
+        if set(seen) != {version} and not grows:
+            yield f"{where}: versions {sorted(set(seen))}, group {row['group']} has {version}"
 
 
 def fingerprints_are_those_of_the_version(run: Run) -> Iterator[str]:

@@ -91,7 +91,7 @@ class EngineActor:
         if not self.alive or self.wait_if_frozen(lambda: self.request(issue)):
             return
         self.seen = max(self.seen, issue.sequence)
-        self.mail.setdefault(issue.version, []).append(issue)
+        self.mail.setdefault(issue.host_version, []).append(issue)
         self.pump()
 
     def pump(self) -> None:
@@ -134,7 +134,7 @@ class EngineActor:
 
     def start(self, issue: m.Issue) -> None:
         world, key = self.world, RequestKey(issue.group, issue.index, issue.attempt)
-        assert issue.version == self.version, f"{key} of version {issue.version} on version {self.version} (I4)"
+        assert issue.host_version == self.version, f"{key} for {issue.host_version} on {self.version} (I4)"
         if world.chance(0.01):
             world.say(("status", self.number, self.incarnation), m.Refused(**self.about(issue), reason="not hosted"))
             return

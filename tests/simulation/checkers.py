@@ -1,7 +1,7 @@
 """Judges a run by what was heard and said, and by the world's truth. Knows nothing of the mind's code.
 
-`heard(event)` before the mind takes it (`ledger.py`), `said(effects)` after, `settled(now)` at the end of a poll.
-Every complaint is an AssertionError that names the invariant or the rule of the specification.
+`heard(event)` before the mind takes it (`ledger.py`), `said(effects)` after, `settled(now)` at the end of a poll
+(`progress.py`). Every complaint is an AssertionError that names the invariant or the rule of the specification.
 """
 
 from collections import Counter
@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from schemas import messages as m
 from schemas.ids import RequestKey
 from schemas.invariants import consecutive, deadline, feasible, lag_allowed, within_capacity
-from tests.simulation.ledger import Ledger, Life, S, Sample
+from tests.simulation.ledger import Life, S, Sample
+from tests.simulation.progress import Progress
 
 
-class Checker(Ledger):
+class Checker(Progress):
     """The rules."""
 
     # --- what the mind says ------------------------------------------------------------------------
@@ -23,6 +24,8 @@ class Checker(Ledger):
             assert self.end is None, f"{effect} after EndRun"
             getattr(self, f"_say_{effect.kind}")(effect)
         self._check_dropped([effect.group for effect in effects if isinstance(effect, m.VoidGroup)])
+        if self.mode == "oversample" and any(isinstance(effect, m.BatchRecord) for effect in effects):
+            assert not self.live, f"batch {self.step_next - 1} is chosen, groups {list(self.live)} live on (K = 0)"
         self._check_lost({(effect.group, effect.index) for effect in effects if isinstance(effect, m.SampleLost)})
         left = [number for number, life in self.live.items() if life.status == "to void"]
         assert self.ended or not left, f"groups without signal are not voided: {left} (I2)"
@@ -31,8 +34,9 @@ class Checker(Ledger):
         """What is void does not run on: engines that do not stop everything anyway were told."""
         for number, books in self.books.items() if voided else ():
             for key in books.booked if books.loading is None else ():
-                place = self.groups[key.group].samples[key.index].place if key.group in voided else "scored"
-                assert place != "out", f"{key} runs on at engine {number}, its group is void"
+                sample = self.groups[key.group].samples[key.index]
+                runs = key.group in voided and sample.attempt == key.attempt and sample.place == "out"
+                assert not runs, f"{key} runs on at engine {number}, its group is void"
 
     def _check_lost(self, lost: set[tuple[int, int]]) -> None:
         for number, books in self.books.items() if lost else ():
@@ -53,7 +57,15 @@ class Checker(Ledger):
         assert effect.version not in self.deleted | self.retired, "swap to a version that is gone (I5)"
         assert effect.version != books.version, "swap to the version that is served"
         assert effect.after_sequence == books.issued, f"after_sequence {effect.after_sequence}, issued {books.issued}"
+        self._check_mode_of_swap(effect.version)
         books.loading, books.loading_since = effect.version, self.now
+
+    def _check_mode_of_swap(self, version: int) -> None:
+        lives = [life for life in [*self.live.values(), *self.evaluating.values()] if life.version < version]
+        if self.mode == "one_step":
+            left = [life for life in lives if any(sample.place in ("wait", "out") for sample in life.samples)]
+            assert not left, f"version {version} is loaded, requests of version {left[0].version} run (barrier)"
+        assert self.mode != "partial" or version == self._host_of(version), f"version {version} is not to be hosted"
 
     def _say_stop(self, effect: m.Stop) -> None:
         books = self.books.get(effect.engine)
@@ -94,8 +106,9 @@ class Checker(Ledger):
         assert books is not None, f"{effect} to an engine that is not up"
         assert books.incarnation == effect.incarnation, f"{effect} to another incarnation"
         assert books.loading is None, f"{effect} to an engine that loads"
-        assert books.version == effect.version, f"{effect} to an engine that hosts {books.version} (I4)"
-        assert effect.version not in self.retired, f"{effect} of a retired version (I5)"
+        assert effect.host_version == self._host_of(effect.version), f"{effect} goes on under another version (I4)"
+        assert books.version == effect.host_version, f"{effect} to an engine that hosts {books.version} (I4)"
+        assert effect.host_version not in self.retired, f"{effect} of a retired version (I5)"
         sample = life.samples[effect.index]
         if self._late(sample):
             sample.failures += 1
@@ -130,10 +143,16 @@ class Checker(Ledger):
             return life
         assert row == self.row_next, f"row {row} opened, {self.row_next} is next"
         self.row_next += 1
-        assert effect.version == self.published, f"group {effect.group} opened at an old version"
+        filled = self.settings.scheduling.legacy_fill and self.step_next - self.K < effect.version < self.published
+        assert filled or effect.version == self.published, f"group {effect.group} opened at an old version"
+        same = [other for other in self.live.values() if self._host_of(other.version) == effect.version]
+        passed = [other for other in same if any(sample.place == "wait" for sample in other.samples)]
+        assert not passed, f"group {effect.group} is opened, requests of row {passed[0].row} wait"
         self.live[effect.group] = life
         assert len(self.live) <= self.settings.live_max, f"{len(self.live)} live groups of {self.settings.live_max}"
-        self._check_feasible("opening")
+        if self.mode != "oversample":
+            self._check_feasible("opening")
+        assert effect.version >= self.step_next - self.K, f"group {effect.group} opened too old to train (I1)"
         first = min((number for number, other in self.groups.items() if other.purpose == "train"), default=0)
         if self.settings.evaluation.samples:
             assert first >= self.drawn.eval_rows, "a training group was opened before the first evaluation round"
@@ -148,11 +167,16 @@ class Checker(Ledger):
     def _say_void_group(self, effect: m.VoidGroup) -> None:
         unknown = effect.group not in self.groups
         life = self._open(effect) if unknown else self.groups[effect.group]
-        assert life.status in ("open", "to void"), f"group {effect.group} is {life.status}, then voided (I2)"
+        ends = ("open", "complete") if effect.reason == "surplus" else ("open", "to void")
+        assert life.status in ends, f"group {effect.group} is {life.status}, then voided (I2)"
         assert life.version == effect.version
         row = self.rows[life.row]
         if effect.reason == "no_signal":
             assert life.status == "to void", f"group {effect.group} has signal"
+        elif effect.reason == "surplus":
+            assert (self.mode, life.purpose) == ("oversample", "train"), f"{effect}: it is not surplus"
+            assert self.chosen, f"{effect}: no batch is chosen"
+            self.complete.pop(effect.group, None)
         else:
             assert effect.reason == "failed", effect
             left = [sample for sample in life.samples if sample.place != "lost"]
@@ -164,7 +188,7 @@ class Checker(Ledger):
         self.live.pop(effect.group, None)
         self.evaluating.pop(effect.group, None)
         self.voids[effect.reason] += 1
-        self.voids_in_row += life.purpose == "train"
+        self.voids_in_row += life.purpose == "train" and effect.reason != "surplus"
         self.moved_at = self.now
 
     def _may_lose(self, life: Life) -> bool:
@@ -203,8 +227,9 @@ class Checker(Ledger):
             del self.live[number], self.complete[number]
         self.chosen = [number for number, _ in effect.groups]
         self.step_next, self.moved_at = step + 1, self.now
-        self._check_feasible("choosing")
-        over = self._all_rows_opened() and not self.live
+        if self.mode != "oversample":
+            self._check_feasible("choosing")
+        over = self._all_rows_opened() and (self.mode == "oversample" or not self.live)
         assert effect.exhausted == over, f"batch {step}: exhausted is {effect.exhausted}"
         assert len(effect.groups) == self.batch or effect.exhausted, f"batch {step} has {len(effect.groups)} groups"
 
@@ -256,67 +281,7 @@ class Checker(Ledger):
         if effect.outcome != "cancelled":
             self._check_the_end(effect)
 
-    # --- at the end of a poll, and of the run ----------------------------------------------------------
-
-    def settled(self, now: float) -> None:
-        """Nobody is idle who could work, and the run gets on (I8)."""
-        if self.ended or self.published < 0:
-            return
-        hosts = [b for b in self.books.values() if b.loading is None and b.version is not None]
-        row = self.rows.get(self.row_next)
-        tokens = 0 if row is None else row.prompt_tokens + row.max_new_tokens
-        mine = [b for b in hosts if b.version == self.published and len(b.booked) < b.seats]
-        free = any(sum(b.booked.values()) + tokens <= b.kv_tokens_max for b in mine)
-        lives = [*self.live.values(), *self.evaluating.values()]
-        asking = [(life, s) for life in lives for s in life.samples if s.place in ("wait", "out")]
-        waits = {life.version for life, s in asking if s.place == "wait"}
-        self._check_hosted(waits, {life.version for life, _ in asking})
-        for number, books in self.books.items():
-            silence = (self.awake - books.heard_at) / S
-            assert silence <= self.settings.engines.timeout_s + 30, f"engine {number} is silent for {silence:.0f} s"
-        for books in hosts:
-            assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
-        late = {life.version for life in lives if any(self._late(sample) for sample in life.samples)}
-        rests = self.published not in waits | late
-        assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
-        self._check_progress(now)
-
-    def _check_hosted(self, waits: set[int], asking: set[int]) -> None:
-        """As many versions as there are engines have one, oldest first (while none loads)."""
-        if any(books.loading is not None for books in self.books.values()):
-            return
-        hosted = {books.version for books in self.books.values()}
-        for version in sorted(asking)[: len(self.books)]:
-            assert version in hosted or version not in waits, f"requests of version {version} wait, no engine has it"
-
-    def _could_open(self) -> bool:
-        if self.row_next not in self.rows or len(self.live) + 1 > self.settings.live_max:
-            return False
-        first_round = sum(life.purpose == "eval" for life in self.groups.values()) >= self.drawn.eval_rows
-        last = deadline(self.published, self.K, self.steps)
-        room = (last - self.step_next + 1) * self.batch
-        return len(self.live) + 1 <= room and (first_round or not self.settings.evaluation.samples)
-
-    def _check_progress(self, now: float) -> None:
-        """I8, counted from the last batch, version or void; in the time of faults there is no bound."""
-        limits, s = self.settings.engines, self.settings
-        if now < self.drawn.quiet_at + 200:
-            self.moved_at = max(self.moved_at, self.now)
-            return
-        seats = limits.seats if self.drawn.kv_tokens_max > limits.seats * self.drawn.tokens_per_request_max else 1
-        requests = len(self.live) * self.size + len(self.evaluating) * s.evaluation.samples
-        rounds = -(-requests // (seats * limits.count)) + len({life.version for life in self.live.values()}) + 1
-        trips = rounds * s.scheduling.failures_max * (limits.request_timeout_s + limits.timeout_s)
-        rest = s.scheduling.rebalance_period_s + 120.0 + 2 * self.drawn.load_s + 2 * self.drawn.step_s
-        bound = min(trips, 3000.0) + rest
-        assert self.now - self.moved_at <= bound * S, (
-            f"nothing happened for {(self.now - self.moved_at) / S:.0f} s (I8): live {len(self.live)}, "
-            f"complete {len(self.complete)}, evaluating {len(self.evaluating)}, step {self.step_next}, "
-            f"published {self.published}"
-        )
-
-    def _all_rows_opened(self) -> bool:
-        return self.rows_end is not None and len(self.rows) >= self.rows_end and self.row_next >= self.rows_end
+    # --- at the end of the run -------------------------------------------------------------------------
 
     def _training_over(self) -> bool:
         over = self.step_next == self.steps or (self._all_rows_opened() and not self.live)

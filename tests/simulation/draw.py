@@ -7,13 +7,14 @@ from schemas.messages import PromptArrived
 from schemas.settings import Settings
 
 NEVER = 1 << 40
+MANY_ENGINES_SHARE = 0.03
 
 
 @dataclass(frozen=True)
 class Drawn:
     """One world. Times are seconds. `rows_max` is NEVER if the prompts never end. At `stop_at` people cancel the run
     and resume it; when it is done they resume it with `grow` more steps.
-    `sigma`: of lognormal lengths."""
+    `sigma`: of lognormal lengths; held-out ones are `eval_longer` times as long."""
 
     settings: Settings
     rows: tuple[PromptArrived, ...]
@@ -31,6 +32,7 @@ class Drawn:
     stop_at: float
     grow: int
     sigma: float
+    eval_longer: int
     constant_share: float
     poison_share: float
 
@@ -38,7 +40,12 @@ class Drawn:
 def draw(seed: int) -> Drawn:
     """The world of this seed."""
     rng = random.Random(seed)
+    modes = random.Random(seed + 4_000_003)
+    mode = modes.choice(["dora"] * 4 + ["sync", "one_step", "partial", "partial", "oversample"])
     engines, seats = rng.randint(1, 8), rng.choice([1, 2, 3, 4, 6, 8, 12])
+    filled = mode == "dora" and modes.random() < 0.3
+    if modes.random() < MANY_ENGINES_SHARE:
+        engines = modes.randint(9, 64)
     group_size = rng.randint(2, 6)
     while engines * seats < group_size:
         seats += 1
@@ -47,7 +54,7 @@ def draw(seed: int) -> Drawn:
     kv_factor = rng.choice([1.0, 2.5, seats + 1.0])
     faults = rng.choice([0.0, 0.3, 1.0])
     speeds = tuple(rng.choice([20.0, 20.0, 20.0, 6.0]) for _ in range(engines))
-    evaluates = rng.random() < 0.35
+    evaluates = (rng.random() < 0.35) | (mode in ("partial", "oversample") and modes.random() < 0.5)
     eval_rows = rng.randint(1, 4) if evaluates else 0
     batch, steps = rng.randint(1, 6), rng.randint(3, 8)
     by_epochs = rng.random() < 0.4
@@ -58,12 +65,12 @@ def draw(seed: int) -> Drawn:
         {
             "name": f"seed-{seed}",
             "model": "builtin:tiny",
-            "mode": rng.choice(["sync", "dora", "dora", "dora", "dora"]),
+            "mode": mode,
             "steps": 0 if by_epochs else steps,
             "epochs": 1 if by_epochs else 0,
             "group_size": group_size,
             "groups_per_batch": batch,
-            "staleness_max": rng.randint(0, 4),
+            "staleness_max": modes.choice([0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8]),
             "engines": {
                 "count": engines,
                 "seats": seats,
@@ -73,13 +80,17 @@ def draw(seed: int) -> Drawn:
                 "request_timeout_s": 1.3 * new_max / min(speeds) + 10.0,
             },
             "scheduling": {
-                "live_factor": rng.choice([1.0, 1.5, 2.0, 3.0]),
+                "live_factor": rng.choice([1.0, 1.5, 2.0, 3.0]) + filled,
+                "oversample_factor": modes.choice([1.0, 1.5, 2.5]),
+                "legacy_fill": filled,
                 "partition": rng.choice(["packed", "packed", "proportional"]),
                 "rebalance_period_s": rng.choice([2.0, 5.0, 10.0]),
                 "failures_max": rng.randint(1, 3),
                 "group_policy": random.Random(seed + 3_000_003).choice(["all", "partial"]),
                 "dynamic_sampling": rng.random() < 0.4,
-                "voids_in_row_max": rng.choice([5, 256, 256]),
+                "voids_in_row_max": min(
+                    rng.choice([5, 256, 256]), modes.choice([3, 256]) if mode == "oversample" else 256
+                ),
                 "weights_keep": rng.randint(1, 3),
             },
             "dataset": [{"path": "rows.jsonl"}, {"path": "held.jsonl", "purpose": "eval"}],
@@ -103,6 +114,7 @@ def draw(seed: int) -> Drawn:
         stop_at=rng.choice([15.0, 30.0, 90.0]) if rng.random() < 0.25 else float(NEVER),
         grow=rng.randint(1, 2) if rng.random() < 0.1 else 0,
         sigma=rng.choice([0.6, 1.1, 2.0, 2.0]),
+        eval_longer=modes.choice([1, 1, 16]),
         constant_share=rng.choice([0.0, 0.2, 0.6]),
         poison_share=rng.choice([0.0, 0.0, 0.02]),
     )

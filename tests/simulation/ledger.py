@@ -60,7 +60,7 @@ class Ledger:
     def __init__(self, drawn: Drawn) -> None:
         self.drawn, self.settings = drawn, drawn.settings
         self.size, self.batch = self.settings.group_size, self.settings.groups_per_batch
-        self.K, self.steps = self.settings.lag_max, self.settings.steps or None
+        self.K, self.steps, self.mode = self.settings.lag_max, self.settings.steps or None, self.settings.mode
         self.now = self.awake = 0
         self.groups: dict[int, Life] = {}
         self.live: dict[int, Life] = {}

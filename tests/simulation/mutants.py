@@ -19,35 +19,39 @@ ORDER = ("rows", "groups", "window", "partition", "placement", "hearing", "state
 
 @dataclass(frozen=True)
 class Mutant:
-    """In `module`, `before` becomes `after`."""
+    """In `module`, `before` becomes `after`. With `mode` it is looked for in worlds of that mode only."""
 
     name: str
     module: str
     before: str
     after: str
+    mode: str = ""
 
 
 MUTANTS = (
     Mutant(
         "lag may be K + 1",
         "window",
-        "rules.staleness_max, rules.steps)\n    return max",
-        "rules.staleness_max + 1, rules.steps)\n    return max",
+        "rules.staleness_max, rules.steps)\n    size",
+        "rules.staleness_max + 1, rules.steps)\n    size",
     ),
     Mutant(
         "openings are not bounded by deadlines",
         "window",
-        "min(rules.live_max, (last - first + 1) * rules.batch)",
+        "min(rules.live_max, (last - first + 1) * size)",
         "rules.live_max",
     ),
     Mutant(
         "openings are not bounded by live_max",
         "window",
-        "min(rules.live_max, (last - first + 1) * rules.batch)",
-        "(last - first + 1) * rules.batch",
+        "min(rules.live_max, (last - first + 1) * size)",
+        "(last - first + 1) * size",
     ),
     Mutant(
-        "a batch is chosen although I6 breaks", "window", "if not fits(rules, left.items(), step + 1):", "if False:"
+        "a batch is chosen although I6 breaks",
+        "window",
+        "if not rules.oversample and not fits(rules, left.items(), step + 1):",
+        "if False:",
     ),
     Mutant(
         "a batch is taken in order of completion",
@@ -55,11 +59,16 @@ MUTANTS = (
         "(deadline(c.version, rules.staleness_max, rules.steps), c.completed)",
         "c.completed",
     ),
-    Mutant("the last batch waits for B groups", "window", "last = exhausted and total <= rules.batch", "last = False"),
+    Mutant(
+        "the last batch waits for B groups",
+        "window",
+        "last = exhausted and (rules.oversample or total <= rules.batch)",
+        "last = False",
+    ),
     Mutant(
         "a batch may be small before the end",
         "window",
-        "(max(total, 1) if last else rules.batch)",
+        "(max(min(total, rules.batch), 1) if last else rules.batch)",
         "max(1, rules.batch - 1)",
     ),
     Mutant(
@@ -228,6 +237,97 @@ MUTANTS = (
         "hearing",
         'self.settings.scheduling.group_policy == "partial" and',
         "True and",
+    ),
+    Mutant(
+        "the barrier lets engines through",
+        "state",
+        'if version == self.published and versions and self.settings.mode == "one_step":',
+        "if False:",
+        "one_step",
+    ),
+    Mutant(
+        "surplus groups live on", "state", "        if self.rules.oversample:\n", "        if False:\n", "oversample"
+    ),
+    Mutant(
+        "surplus groups run on",
+        "state",
+        '            self._void(group, "surplus"',
+        '            self._drop = lambda requests: None\n            self._void(group, "surplus"',
+        "oversample",
+    ),
+    Mutant("what a batch did not take is evaluation too", "state", 'if g.purpose == "train" and', "if", "oversample"),
+    Mutant(
+        "no more is opened than a batch holds",
+        "window",
+        "size = rules.live_max if rules.oversample else rules.batch",
+        "size = rules.batch",
+        "oversample",
+    ),
+    Mutant(
+        "the last prompts' surplus waits for another batch",
+        "window",
+        "last = exhausted and (rules.oversample or total <= rules.batch)",
+        "last = exhausted and total <= rules.batch",
+        "oversample",
+    ),
+    Mutant("surplus ends the run", "hearing", ' and reason != "surplus"', "", "oversample"),
+    Mutant(
+        "requests wait for engines of their own version",
+        "state",
+        "        if not self.settings.mixes_versions:\n            return version\n",
+        "        if version >= 0:\n            return version\n",
+        "partial",
+    ),
+    Mutant(
+        "an evaluation goes on under later versions",
+        "state",
+        "return min(evaluated, default=self.published)",
+        "return self.published",
+        "partial",
+    ),
+    Mutant(
+        "nobody says under which version a request goes on",
+        "state",
+        "under=None if host == group.version else host",
+        "under=None",
+        "partial",
+    ),
+    Mutant(
+        "new groups pass older ones that wait",
+        "state",
+        "books = self.groups.versions.values() if self.settings.mixes_versions else [self.groups.of(version)]",
+        "books = [self.groups.of(version)]",
+        "partial",
+    ),
+    Mutant("new groups pass those that wait", "state", "if any(book.waiting for book in books):", "if False:"),
+    Mutant(
+        "old versions are filled although nobody asked",
+        "state",
+        "        if self.settings.scheduling.legacy_fill:\n",
+        "        if True:\n",
+        "dora",
+    ),
+    Mutant(
+        "old versions' seats stay idle",
+        "state",
+        "        if self.settings.scheduling.legacy_fill:\n",
+        "        if False:\n",
+        "dora",
+    ),
+    Mutant(
+        "the oldest of a full window is filled",
+        "window",
+        "if version <= oldest_live(rules, first) or",
+        "if version < oldest_live(rules, first) or",
+        "dora",
+    ),
+    Mutant("old versions are filled over live_max", "window", " or total + 1 > rules.live_max:", ":", "dora"),
+    Mutant(
+        "old versions are filled although I6 breaks",
+        "window",
+        "return fits(rules, sorted(counts.items()), first)",
+        "return True",
+        "dora",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.simulation.draw import draw
 from tests.simulation.mutants import MUTANTS, Mutant, load
 from tests.simulation.world import Code, World
 
@@ -12,6 +13,8 @@ SEEDS = 200
 def test_a_broken_mind_is_noticed(mutant: Mutant) -> None:
     code = load(mutant)
     for seed in range(SEEDS):
+        if mutant.mode not in ("", draw(seed).settings.mode):
+            continue
         noticed = broken_rule(seed, code)
         if noticed:
             print(f"seed {seed}: {noticed}")

@@ -22,10 +22,12 @@ from workers.orchestrator import recovery, snapshot, state
 
 Sender = tuple[str, int, int]
 EVENTS_MAX = 400_000
+PEOPLE = ("status", -4, 0)
 
 
 SNAPSHOT_SHARE = 0.02
-"""At so many events the mind's twin is made anew from a snapshot."""
+"""At so many events the mind's twin is made anew from a snapshot; one is written after so many polls, and after every
+other end of a run."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class World:
             self.at(self.rng.random() * 3, lambda number=number: self.start_engine(number))  # type: ignore[misc]
         self.at(self.rng.random() * 3, self.trainer.begin)
         self.at(0.0, self.poll)
-        self.at(self.drawn.stop_at, lambda: self.say(("status", -4, 0), m.StopRun(reason="enough")))
+        self.at(self.drawn.stop_at, self.stop)
         if self.drawn.faults:
             self.at(5.0, self.trouble)
         for _ in range(EVENTS_MAX):
@@ -121,7 +123,7 @@ class World:
             effects += said
         self.checker.settled(self.now)
         self.write(tuple(events), tuple(effects))
-        if self.chance_of_twins.random() < SNAPSHOT_SHARE:
+        if self.chance_of_twins.random() < (0.5 if self.mind.ended else SNAPSHOT_SHARE):
             self.write((), (), self.code.snapshot.pack(self.code.snapshot.take(self.mind)))
         for effect in effects:
             self.carry_out(effect)
@@ -176,7 +178,7 @@ class World:
     def carry_out(self, effect: m.Effect) -> None:
         match effect:
             case m.Issue():
-                self.to_engine(effect, ("requests", effect.engine, effect.version))
+                self.to_engine(effect, ("requests", effect.engine, effect.host_version))
             case m.Swap() | m.Stop():
                 engine = self.engines.get(effect.engine)
                 if isinstance(effect, m.Stop) and engine is not None and engine.incarnation == effect.incarnation:
@@ -234,15 +236,26 @@ class World:
         if self.rng.random() < 0.5:
             engine.frozen_until = self.now + self.rng.uniform(1, 90)
             return
-        engine.alive = False
         if self.rng.random() < 0.3:
-            return  # nobody sees it end: only its silence tells
+            engine.alive = False  # nobody sees it end: only its silence tells
+            return
+        self.kill(engine, ("status", engine.number, engine.incarnation) if self.rng.random() < 0.5 else None)
+
+    def kill(self, engine: EngineActor, witness: Sender | None) -> None:
+        """It is started again; the witness, if there is one, says that it ended."""
+        engine.alive = False
         self.restarting.add(engine.number)
-        if self.rng.random() < 0.5:
+        if witness is not None:
             incarnation = engine.incarnation if self.rng.random() < 0.8 else None
-            gone = m.EngineGone(engine=engine.number, incarnation=incarnation, reason="killed")
-            self.say(("status", engine.number, engine.incarnation), gone)
+            self.say(witness, m.EngineGone(engine=engine.number, incarnation=incarnation, reason="killed"))
         self.at(self.rng.uniform(2, 30), lambda: self.start_engine(engine.number))
+
+    def stop(self) -> None:
+        """People have had enough; an engine may end just then."""
+        self.say(PEOPLE, m.StopRun(reason="enough"))
+        engine = self.engines.get(0)
+        if engine is not None and engine.alive and 0 not in self.restarting:
+            self.kill(engine, PEOPLE)
 
     # --- truth ------------------------------------------------------------------------------------
 
@@ -253,7 +266,9 @@ class World:
         """Heavy-tailed, the same for every attempt; None = a poisoned row's sample, which never ends."""
         name = (issue.group, issue.index)
         if name not in self.lengths:
-            length = max(1, min(self.row_of(issue).max_new_tokens, int(self.rng.lognormvariate(2.5, self.drawn.sigma))))
+            times = self.drawn.eval_longer if issue.purpose == "eval" else 1
+            length = int(times * self.rng.lognormvariate(2.5, self.drawn.sigma))
+            length = max(1, min(self.row_of(issue).max_new_tokens, length))
             self.lengths[name] = None if self.rng.random() < self.drawn.poison_share else length
         return self.lengths[name]
 
@@ -279,4 +294,6 @@ class World:
             f"{issue} goes on from a partial of {before}"
         )
         assert before.attempt < issue.attempt
+        grows = self.settings.mode == "partial" and before.host_version < issue.host_version
+        assert before.host_version == issue.host_version or grows, f"{issue} goes on under another version (I4)"
         return tokens

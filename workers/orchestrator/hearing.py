@@ -30,9 +30,8 @@ class Hearing:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.rules = window.Rules(
-            settings.groups_per_batch, settings.lag_max, settings.live_max, settings.steps or None
-        )
+        limits = (settings.groups_per_batch, settings.lag_max, settings.live_max)
+        self.rules = window.Rules(*limits, settings.steps or None, oversample=settings.mode == "oversample")
         self.groups = Groups()
         self.fleet = Fleet()
         self.rows = Rows(settings.live_max)
@@ -315,7 +314,7 @@ class Hearing:
             self.groups.move(request, Place.DROPPED)
         self.groups.end(group, Stage.VOIDED)
         self.triggered = True
-        if group.purpose == "train":
+        if group.purpose == "train" and reason != "surplus":
             self.voids_in_row += 1
             if self.voids_in_row >= self.settings.scheduling.voids_in_row_max:
                 self._end("failed", f"{self.voids_in_row} groups in a row were voided, the last one {reason}: {detail}")

@@ -180,7 +180,7 @@ class Hands:
     def _send(self, effect: m.Effect) -> None:
         match effect:
             case m.Issue():
-                topic, key = self.topics.requests(effect.version), version_key(effect.version)
+                topic, key = self.topics.requests(effect.host_version), version_key(effect.host_version)
                 publish(self.producer, topic, self._request(effect), partition=effect.engine, key=key)
             case m.BatchRecord():
                 publish(self.producer, self.topics.batches, effect)

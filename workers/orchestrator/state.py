@@ -80,6 +80,14 @@ class Mind(Hearing):
         self.effects.append(self._batch(choice.exhausted))
         self.step_next += 1
         self.triggered = True
+        if self.rules.oversample:
+            self._void_surplus()
+
+    def _void_surplus(self) -> None:
+        """K = 0: what is not in the batch that was just chosen could be in no later one."""
+        others = [g for g in self.groups.table.values() if g.purpose == "train" and g.stage is not Stage.CHOSEN]
+        for group in others:
+            self._void(group, "surplus", f"step {self.step_next - 1} has its groups")
 
     def _batch(self, exhausted: bool) -> m.BatchRecord:
         members = []
@@ -111,7 +119,7 @@ class Mind(Hearing):
         if samples and (first or over) and self.published not in self.evaluated:
             self.evaluated.append(self.published)
             for row in self.rows.evaluation:
-                self._open(row, "eval", samples)
+                self._open(self.published, row, "eval", samples)
             self.triggered = True
         if over and self.groups.evaluating == 0:
             if self.step_next == 0:
@@ -131,9 +139,9 @@ class Mind(Hearing):
         if not engines:
             return
         versions = [v for v, books in sorted(self.groups.versions.items()) if books.unsampled and v < self.published]
-        demands = [self._demand(version) for version in versions] + [self._demand(self.published)]
-        share = partition.packed if self.settings.scheduling.partition == "packed" else partition.proportional
-        for engine, version in self.fleet.switches(share(len(engines), demands)):
+        for engine, version in self.fleet.switches(self._shares(versions)):
+            if version == self.published and versions and self.settings.mode == "one_step":
+                continue  # the barrier: all of the last version end first
             for key in engine.booked:
                 found = self.groups.current(key)
                 if found is not None and found[1].place is Place.ENGINE:
@@ -141,6 +149,23 @@ class Mind(Hearing):
             self.fleet.swap(engine, version, self.patience)
             names = {"engine": engine.number, "incarnation": engine.incarnation}
             self.effects.append(m.Swap(version=version, after_sequence=engine.issued, **names))
+
+    def _shares(self, versions: list[int]) -> dict[int, int]:
+        """How many engines each version is to have; `versions`: older ones that have requests which need an engine."""
+        engines = len(self.fleet.engines)
+        if self.settings.mixes_versions:
+            return {self._host_of(self.published): engines}
+        demands = [self._demand(version) for version in versions] + [self._demand(self.published)]
+        share = partition.packed if self.settings.scheduling.partition == "packed" else partition.proportional
+        return share(engines, demands)
+
+    def _host_of(self, version: int) -> int:
+        """Under which version a request of a group of `version` is sampled: its own. In mode `partial` the newest, but
+        no engine leaves a version that is being evaluated."""
+        if not self.settings.mixes_versions:
+            return version
+        evaluated = [v for v, books in self.groups.versions.items() if books.evaluating]
+        return min(evaluated, default=self.published)
 
     def _demand(self, version: int) -> partition.Demand:
         books, held = self.groups.of(version), self.fleet.held(version)
@@ -163,26 +188,46 @@ class Mind(Hearing):
         for version in [v for v, books in sorted(self.groups.versions.items()) if books.waiting]:
             self._place(version)
         while not self.ended and self._may_open():
-            self._open(self.rows.unread.popleft(), "train", self.settings.group_size)
+            self._open(self.published, self.rows.unread.popleft(), "train", self.settings.group_size)
             self._place(self.published)
+        if self.settings.scheduling.legacy_fill:
+            self._fill()
 
     def _may_open(self) -> bool:
-        """A row is there, the newest version has a seat and KV for it, nothing of it waits, and lag allows it."""
-        if not self.rows.unread or not self.fleet.has_free_seat(self.published):
+        """The newest version has room for the next row, and lag allows it."""
+        return self._has_room(self.published) and self._openable() > 0
+
+    def _has_room(self, version: int) -> bool:
+        """A row is there, the version has a seat and KV for it, and nothing waits for that."""
+        if not self.rows.unread or not self.fleet.has_free_seat(version):
             return False
-        if self.groups.of(self.published).waiting or self._openable() <= 0:
+        books = self.groups.versions.values() if self.settings.mixes_versions else [self.groups.of(version)]
+        if any(book.waiting for book in books):
             return False
         tokens = tokens_max(self.rows.unread[0])
         too_long = tokens > self.fleet.request_limit()
-        return too_long or self.fleet.pick(self.published, tokens, ()) is not None
+        return too_long or self.fleet.pick(version, tokens, ()) is not None
 
-    def _open(self, row: m.PromptArrived, purpose: m.Purpose, size: int) -> None:
+    def _fill(self) -> None:
+        """`legacy_fill`: idle seats that only an older version can use get new groups of that version."""
+        for version in sorted(self.fleet.roomy, reverse=True):
+            while (
+                not self.ended
+                and version < self.published
+                and self._has_room(version)
+                and window.fillable(self.rules, version, self.step_next, self.groups.live_by_version())
+            ):
+                self._open(version, self.rows.unread.popleft(), "train", self.settings.group_size)
+                self._place(version)
+
+    def _open(self, version: int, row: m.PromptArrived, purpose: m.Purpose, size: int) -> None:
         tokens = tokens_max(row)
-        self.groups.open(self.published, purpose, row.row, size=size, tokens_max=tokens, queued_at=self.now)
+        self.groups.open(version, purpose, row.row, size=size, tokens_max=tokens, queued_at=self.now)
 
     def _place(self, version: int) -> None:
         """Issue waiting requests in order until one finds no room; one that no engine can hold voids its group."""
-        while not self.ended and self.fleet.has_free_seat(version):
+        host = self._host_of(version)
+        while not self.ended and self.fleet.has_free_seat(host):
             request = self.groups.waiting(version)
             if request is None:
                 return
@@ -192,12 +237,12 @@ class Mind(Hearing):
                 self._void(group, "failed", detail + f"an engine holds {self.fleet.request_limit()}")
                 continue
             siblings = [other.engine for other in group.requests if other.place is Place.ENGINE]
-            engine = self.fleet.pick(version, request.tokens_max, siblings)
+            engine = self.fleet.pick(host, request.tokens_max, siblings)
             if engine is None:
                 return
-            self._issue(group, request, engine)
+            self._issue(group, request, engine, host)
 
-    def _issue(self, group: Group, request: Request, engine: Engine) -> None:
+    def _issue(self, group: Group, request: Request, engine: Engine, host: int) -> None:
         request.attempt += 1
         request.engine, request.since = engine.number, self.patience
         self.groups.move(request, Place.ENGINE)
@@ -215,6 +260,7 @@ class Mind(Hearing):
                 prompt_row=group.prompt_row,
                 queued_at=group.queued_at,
                 partial=request.partial,
+                under=None if host == group.version else host,
             )
         )
 

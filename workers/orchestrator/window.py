@@ -14,6 +14,9 @@ that is, number at most (m - n + 1) x B), by induction over what can happen:
 * Batch n is chosen: `choose` takes it only if I6 holds afterwards, with n + 1 for n. For m = n that leaves 0 groups, so
   all groups with deadline n are in the batch, and nothing older than K can ever be left.
 * A group is voided: counts only fall. A version is announced: neither deadlines nor n change.
+* A group is opened at an older version (`legacy_fill`): `fillable` looks at I6 itself.
+* Mode `oversample` (K = 0) opens more than a batch holds, so I6 holds only between batches: whoever chooses one voids
+  all others, and nothing is live.
 
 When the last step n = steps - 1 is chosen every deadline is at most n, so nothing stays live behind it. While the last
 step is unknown (`epochs`), the deadline is version + K; when the datasets are exhausted the last batch takes all.
@@ -27,12 +30,13 @@ from schemas.invariants import deadline, lag_allowed
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`steps` is None while the last step is unknown."""
+    """`steps` is None while the last step is unknown. `oversample`: `live_max` groups are opened for each batch."""
 
     batch: int
     staleness_max: int
     live_max: int
     steps: int | None
+    oversample: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,21 @@ class Choice:
 def openable(rules: Rules, newest: int, first: int, live: int) -> int:
     """How many groups may be opened now at version `newest`; `first` = the next batch to be chosen."""
     last = deadline(newest, rules.staleness_max, rules.steps)
-    return max(0, min(rules.live_max, (last - first + 1) * rules.batch) - live)
+    size = rules.live_max if rules.oversample else rules.batch
+    return max(0, min(rules.live_max, (last - first + 1) * size) - live)
+
+
+def fillable(rules: Rules, version: int, first: int, live: Sequence[tuple[int, int]]) -> bool:
+    """May one more group be opened at the older `version`? Never at the oldest of a full window, it could not drain.
+
+    `live` = (version, live groups), oldest first.
+    """
+    total = sum(count for _, count in live)
+    if version <= oldest_live(rules, first) or total + 1 > rules.live_max:
+        return False
+    counts = dict(live)
+    counts[version] = counts.get(version, 0) + 1
+    return fits(rules, sorted(counts.items()), first)
 
 
 def fits(rules: Rules, live: Iterable[tuple[int, int]], first: int) -> bool:
@@ -75,18 +93,19 @@ def choose(
     """Batch `step`: B complete groups in order of (deadline, completion), provided I6 holds afterwards.
 
     `live` = (version, live groups), oldest first, the complete ones among them. `exhausted`: no prompt is left to open;
-    then a last batch smaller than B is chosen, once everything live is complete. I1 is asserted.
+    then a last batch smaller than B is chosen, once everything live is complete. With `oversample` everything else is
+    to be voided, so nothing can be left too old, and the first batch after the last prompt is the last. I1 is asserted.
     """
     total = sum(count for _, count in live)
-    last = exhausted and total <= rules.batch
-    if len(complete) < (max(total, 1) if last else rules.batch):
+    last = exhausted and (rules.oversample or total <= rules.batch)
+    if len(complete) < (max(min(total, rules.batch), 1) if last else rules.batch):
         return Choice()
     order = sorted(complete, key=lambda c: (deadline(c.version, rules.staleness_max, rules.steps), c.completed))
     taken = order[: rules.batch]
     left = dict(live)
     for candidate in taken:
         left[candidate.version] -= 1
-    if not fits(rules, left.items(), step + 1):
+    if not rules.oversample and not fits(rules, left.items(), step + 1):
         return Choice(blocked=True)
     for candidate in taken:
         assert lag_allowed(step, candidate.version, rules.staleness_max), f"{candidate} in step {step}"

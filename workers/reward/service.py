@@ -137,7 +137,7 @@ class Scorer:
     def _refusal(self, row: Row) -> str | None:
         if row["run"] is not None and row["run"] != self._process.run:
             return f"it belongs to run {row['run']!r}"
-        return arrow.invalid_reason(row, scored=False)
+        return arrow.invalid_reason(row, scored=False, mixed=self._process.settings.mixes_versions)
 
     def _submit(self, row: Row) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
@@ -171,7 +171,8 @@ class Scorer:
             row["reward"], row["outcome"] = graded.verdict.reward, graded.verdict.outcome
             row["reward_parts"] = dict(graded.verdict.parts)
         self._counts["scored"] += 1
-        assert (reason := arrow.invalid_reason(row, scored=True)) is None, reason
+        reason = arrow.invalid_reason(row, scored=True, mixed=self._process.settings.mixes_versions)
+        assert reason is None, reason
         topics = self._process.topics
         delivery = self._producer.send(
             topics.evaluations if row["purpose"] == "eval" else topics.trajectories,

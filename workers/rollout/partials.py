@@ -48,7 +48,7 @@ def path(one: Running, place: Place) -> tuple[Stay, ...]:
     again = len(request.prompt_ids) + len(request.response_ids) if request.response_ids else 0
     stay = Stay(
         engine=str(place.engine),
-        version=request.version,
+        version=request.host_version,
         fingerprint=place.fingerprint,
         tokens=len(one.ids),
         kv_reused=0,

@@ -62,7 +62,7 @@ class RolloutService:
         self.incarnation = clock.now_us()
         self._log, self._topics, self._run = process.log, process.topics, process.run
         self._bus, self._engine, self._number, self._host = bus, engine, number, host
-        self._flush_s = process.settings.broker.timeout_s
+        self._flush_s, self._mixed = process.settings.broker.timeout_s, process.settings.mixes_versions
         self._producer, self._reader = bus.producer(), bus.reader()
         self._weights: dict[int, m.WeightsRecord] = {}
         self._commands: deque[m.Swap | m.Stop] = deque()
@@ -152,8 +152,8 @@ class RolloutService:
         if early is not None:
             if early.keep:
                 self._say_partial(begin(request, clock.now_us()), early.reason)
-        elif request.version != self._engine.version:
-            self._refuse(request, f"hosting {self._engine.version}, not {request.version}")
+        elif request.host_version != self._engine.version:
+            self._refuse(request, f"hosting {self._engine.version}, not {request.host_version}")
         elif len(self._running) + len(self._waiting) >= HELD_FACTOR_MAX * self._engine.seats:
             self._refuse(request, f"all {self._engine.seats} seats are taken and as many requests wait")
         else:
@@ -250,7 +250,7 @@ class RolloutService:
             self._fail(request, f"the engine ended it: {part.finish}")
             return
         row = to_row(one, self._place(), finish, clock.now_us())
-        if reason := invalid_reason(row, scored=False):
+        if reason := invalid_reason(row, scored=False, mixed=self._mixed):
             self._fail(request, reason)
             return
         self._producer.send(

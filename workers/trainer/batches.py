@@ -50,7 +50,7 @@ def check(record: BatchRecord, rows: Sequence[Row], settings: Settings) -> None:
         said |= {"version": versions[member.group], "purpose": "train"}
         for name, value in said.items():
             assert row[name] == value, f"{where}: {name} is {row[name]!r}, the batch says {value!r}"
-        reason = invalid_reason(row, scored=True)
+        reason = invalid_reason(row, scored=True, mixed=settings.mixes_versions)
         assert reason is None, f"{where}: {reason}"
         assert row["reward"] is not None, f"{where}: not scored ({row['score_error']})"
 

@@ -66,7 +66,9 @@ class PacedEngine:
         self._version, self._fingerprint = weights.version, weights.fingerprint
 
     def add(self, request: RequestRecord) -> None:
-        assert request.version == self._version, f"request of version {request.version}, serving {self._version}"
+        assert request.host_version == self._version, (
+            f"{request.key} is for {request.host_version}, not {self._version}"
+        )
         if len(request.prompt_ids) + request.max_new_tokens > self.tokens_per_request_max:
             raise ValueError(
                 f"prompt of {len(request.prompt_ids)} and response of up to {request.max_new_tokens} tokens exceed "

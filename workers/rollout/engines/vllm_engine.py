@@ -87,7 +87,9 @@ class VllmEngine:
         self._version, self._fingerprint = weights.version, weights.fingerprint
 
     def add(self, request: RequestRecord) -> None:
-        assert request.version == self._version, f"request of version {request.version}, serving {self._version}"
+        assert request.host_version == self._version, (
+            f"{request.key} is for {request.host_version}, not {self._version}"
+        )
         _refuse_truncation(request.top_p, request.top_k)
         so_far = len(request.response_ids)
         if len(request.prompt_ids) + request.max_new_tokens > self.tokens_per_request_max:
@@ -103,7 +105,7 @@ class VllmEngine:
         self._submit(
             name,
             (*request.prompt_ids, *request.response_ids),
-            salt=request.version,
+            salt=request.host_version,
             temperature=request.temperature,
             seed=seed,
             max_tokens=request.max_new_tokens - so_far,
