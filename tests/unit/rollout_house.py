@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from schemas import messages as m
 from schemas.arrow import to_rows, to_table
@@ -21,9 +21,10 @@ NUMBER = 1
 LIMIT_S = 8.0
 
 
-def settings(seats: int = 4) -> Settings:
+def settings(seats: int = 4, mode: Literal["dora", "partial"] = "dora") -> Settings:
     return Settings(
         name="r",
+        mode=mode,
         model="none",
         steps=1,
         group_size=2,
@@ -35,9 +36,15 @@ def settings(seats: int = 4) -> Settings:
 class House:
     """One service and what others would say to it and hear from it."""
 
-    def __init__(self, tmp_path: Path, engine: PacedEngine | None = None, seats: int = 4) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        engine: PacedEngine | None = None,
+        seats: int = 4,
+        mode: Literal["dora", "partial"] = "dora",
+    ) -> None:
         self.bus = MemoryBus()
-        self.process = Process("rollout-1", settings(seats), tmp_path)
+        self.process = Process("rollout-1", settings(seats, mode), tmp_path)
         self.topics = self.process.topics
         self.bus.make_topics(self.topics.specs())
         self.engine = engine or PacedEngine(self.process.settings, pace=0)

@@ -197,6 +197,22 @@ def test_a_group_without_the_sample_that_it_lost_is_right_only_where_the_policy_
     assert len(list(checker.groups_have_G_members(checker.Run(run)))) == 5
 
 
+def test_a_sample_that_goes_on_under_a_later_version_is_right_in_mode_partial_and_under_an_older_one_never(
+    correct: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(correct, tmp_path / "run")
+    config = run / "config.toml"
+    config.write_text('mode = "partial"\n' + config.read_text())
+
+    def later(row: dict[str, Any]) -> None:
+        row["engine_path"][-1]["version"] += 1
+
+    rewrite(run, "trajectories", each(later))
+    assert list(checker.a_group_has_one_version(checker.Run(run))) == []
+    rewrite(run, "trajectories", each(lambda row: row["engine_path"][-1].update(version=-1)))
+    assert list(checker.a_group_has_one_version(checker.Run(run))) != []
+
+
 def test_a_correct_run_has_no_violation(correct: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checker.main([str(correct)]) == 0
     assert capsys.readouterr().out == f"0 violations of {len(checker.RULES)} rules\n"

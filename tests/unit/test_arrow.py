@@ -104,6 +104,9 @@ def test_trajectory_stitched_from_three_versions_is_refused() -> None:
     """B03: (abort, abort, length) under versions 2, 4, 6 is not one trajectory."""
     path = [_stay(tokens=1, version=2), _stay(tokens=1, version=4), _stay(tokens=0, version=6)]
     assert _reason(version=2, engine_path=path) == "engine_path has version 4, the row 2"
+    assert invalid_reason(_row(version=2, engine_path=path), scored=True, mixed=True) is None, "but in mode partial"
+    fell = invalid_reason(_row(version=2, engine_path=path[::-1]), scored=True, mixed=True)
+    assert fell == "engine_path has versions [6, 4, 2], the row 2: they never fall"
 
 
 def test_truncated_row_that_accounts_for_the_kept_mass_is_valid() -> None:

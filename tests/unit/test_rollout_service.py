@@ -20,8 +20,11 @@ from workers.runtime.errors import ProbeMismatch
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
+    return hosting_0(House(tmp_path))
+
+
+def hosting_0(made: House) -> House:
     """Engine 1 hosts version 0."""
-    made = House(tmp_path)
     made.service.join()
     made.announce(0)
     made.swap(0)
@@ -94,6 +97,29 @@ def test_a_partial_that_comes_back_goes_on_as_if_it_had_never_moved(house: House
     assert (second["tokens"], second["kv_recomputed"]) == (40 - so_far, 3 + so_far)
     assert row["started_at"] == partial.started_at
     assert whole.attempt == 0
+
+
+def test_in_mode_partial_a_sample_goes_on_under_a_later_version_and_its_path_says_so(tmp_path: Path) -> None:
+    house = hosting_0(House(tmp_path, mode="partial"))
+    first = house.issue(1, 0, 0, max_new_tokens=40)
+    house.until(lambda: house.tokens_so_far(first) >= 5)
+    house.announce(1)
+    house.swap(1)
+    house.until(lambda: bool(house.of(m.PartialRecord)))
+    (partial,) = house.of(m.PartialRecord)
+    names = ("response_ids", "logprobs", "loss_mask", "engine_path", "started_at")
+    carried = {name: getattr(partial, name) for name in names}
+    house.send(house.request(1, 0, 0, attempt=1, under=1, max_new_tokens=40, **carried), topic_version=1)
+    house.until(lambda: bool(house.of(dict)))
+    (row,) = house.of(dict)
+    assert row["version"] == 0, "its group's"
+    assert [(stay["version"], stay["fingerprint"]) for stay in row["engine_path"]] == [
+        (0, "fingerprint-0"),
+        (1, "fingerprint-1"),
+    ]
+    assert row["engine_path"][1]["kv_recomputed"] == 3 + len(partial.response_ids)
+    assert invalid_reason(row, scored=False, mixed=True) is None
+    assert invalid_reason(row, scored=False) == "engine_path has version 1, the row 0"
 
 
 def test_a_swap_waits_for_the_last_request_issued_before_it(house: House) -> None:

@@ -110,6 +110,25 @@ def test_synchronous_run_may_open_one_whole_batch() -> None:
     assert (by_k.lag_max, by_k.live_max) == (0, 4)
 
 
+def test_each_mode_has_its_lag_and_its_live_groups() -> None:
+    said = {}
+    for mode in ("sync", "one_step", "partial", "oversample", "dora"):
+        settings = _settings(f"mode={mode}", "groups_per_batch=4", "staleness_max=3", "scheduling.live_factor=3.0")
+        said[mode] = (settings.lag_max, settings.live_max, settings.mixes_versions)
+    assert said == {
+        "sync": (0, 4, False),
+        "one_step": (1, 12, False),
+        "partial": (3, 12, True),
+        "oversample": (0, 6, False),
+        "dora": (3, 12, False),
+    }
+
+
+def test_old_versions_are_filled_in_mode_dora_only() -> None:
+    assert 'scheduling.legacy_fill needs mode = "dora"' in _error(SMALL, "mode=sync", "scheduling.legacy_fill=true")
+    assert "oversample_factor" in _error(SMALL, "scheduling.oversample_factor=0.9")
+
+
 def test_resumed_run_computes_its_capacity_from_batches_and_not_from_versions() -> None:
     """B01: B = 64 gives 192 live groups at live_factor 3 and 128 at the default 2, whatever the version."""
     assert _settings("groups_per_batch=64", "scheduling.live_factor=3.0").live_max == 192
