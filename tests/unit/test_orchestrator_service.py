@@ -1,5 +1,6 @@
 """The whole house on an in-memory log: what services say to each other fits, also after the orchestrator's restart."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from pipelines.models import write_tiny
 from schemas import messages as m
 from schemas.settings import Settings
 from schemas.topics import Topics
-from tests.archive_checker import check
+from tests.archive_checker import Run, check
 from tests.house import house, settings_of
 from workers.orchestrator import recovery
 from workers.orchestrator import service as orchestrator_service
@@ -43,6 +44,28 @@ def test_a_run_from_prompt_to_last_version_passes_the_archive_checker(tmp_path: 
     journal = read_journal(bus, Topics(settings.name).journal)
     assert recovery.replay(settings, journal).ended
     assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.full), "one_step", "partial", "oversample"])
+def test_a_run_in_every_mode_passes_the_archive_checker(tmp_path: Path, tiny: Path, mode: str) -> None:
+    """Every third row has long answers: steps pass while they are sampled."""
+    run_dir = tmp_path / "mode"
+    long = 900 if mode == "partial" else 150
+    settings = settings_of(run_dir, tiny, mode=mode, sampling={"max_new_tokens": long, "ignore_eos": True})
+    lengths = [long if number % 3 == 0 else 6 for number in range(30)]
+    lines = [f'{{"prompt": "row {i}", "answer": "{i}", "max_new_tokens": {n}}}\n' for i, n in enumerate(lengths)]
+    (run_dir / "rows.jsonl").write_text("".join(lines))
+    with house(settings, run_dir, MemoryBus()) as running:
+        running.wait_end()
+    assert set(running.codes.values()) == {0}, running.codes
+    assert check(run_dir) == []
+    run = Run(run_dir)
+    lags = {batch["step"] - version for batch in run.batches for _, version in batch["groups"]}
+    assert max(lags) <= {"sync": 0, "oversample": 0, "one_step": 1, "partial": 2}[mode]
+    mixed = [row for _, row in run.token_rows() if len({stay["version"] for stay in row["engine_path"]}) > 1]
+    assert bool(mixed) == (mode == "partial")
+    voided = Counter(effect["reason"] for effect in run.effects("void_group"))
+    assert bool(voided["surplus"]) == (mode == "oversample")
 
 
 def test_an_orchestrator_restarted_in_mid_run_goes_on_from_its_journal(tmp_path: Path, tiny: Path) -> None:
