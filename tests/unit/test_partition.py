@@ -81,5 +81,9 @@ def test_engines_needed_by_seats_and_by_kv_with_the_room_that_is_left_over() -> 
     assert engines_needed(3, 100, 40, seats=4, kv_tokens=100) == 1
     # 60 each into 100: one per engine.
     assert engines_needed(3, 180, 60, seats=4, kv_tokens=100) == 3
-    # 30 each into 100: three per engine, 71 are surely usable.
-    assert engines_needed(6, 180, 30, seats=8, kv_tokens=100) == 3
+    # 30 each into 100: three per engine.
+    assert engines_needed(6, 180, 30, seats=8, kv_tokens=100) == 2
+    # 51 of 1 and one of 50 into 100: an engine without room for 50 holds 51 tokens, and 101 - 50 are not twice 51.
+    assert engines_needed(52, 101, 50, seats=60, kv_tokens=100) == 2
+    # Two of 1 may lie on either of two engines of 40 before one of 39 comes.
+    assert engines_needed(3, 41, 39, seats=3, kv_tokens=40) == 3

@@ -30,17 +30,17 @@ class Demand:
 
 
 def engines_needed(requests: int, tokens: int, largest: int, seats: int, kv_tokens: int) -> int:
-    """Engines that surely hold these requests: by seats, and by KV with the room that no request fits into.
+    """Engines that hold these requests for certain, in whatever order they come.
 
-    `tokens`: KV of all, `largest`: of the largest one, `kv_tokens`: capacity of one engine.
+    `tokens`: KV of all, `largest`: of the largest one, `kv_tokens`: capacity of one engine. Whoever holds fewer than
+    `slots` has room for one more. And who turns one away has all seats taken, or at least `full` tokens: so with more
+    engines than can be the one or the other there is room.
     """
-    if not requests:
-        return 0
-    by_seats = -(-requests // seats)
     if tokens <= kv_tokens:
-        return by_seats
-    usable = max(kv_tokens - largest + 1, largest, 1)
-    return max(by_seats, -(-tokens // usable))
+        return -(-requests // seats)
+    slots = max(1, min(seats, kv_tokens // largest))
+    full = max(1, kv_tokens - largest + 1)
+    return min(-(-requests // slots), (requests - 1) // seats + (tokens - 1) // full + 1)
 
 
 def proportional(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
