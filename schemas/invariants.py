@@ -49,6 +49,20 @@ def feasible(live_versions: Iterable[int], first: int, batch: int, staleness_max
     return all(place + 1 <= (m - first + 1) * batch for place, m in enumerate(deadlines))
 
 
+def step_bound_s(
+    *, requests: int, at_once: int, versions: int, tries: int, try_s: float, swap_s: float, lost_s: float, step_s: float
+) -> float:
+    """I8: once faults stop, seconds until the next version at most, time with voids not counted.
+
+    `requests` that may be live; `at_once`: how many of them one engine holds for certain; `versions` that may be live;
+    `tries` of a sample; `try_s`: limit of one, sampling and scoring; `swap_s`: until an engine that is to host another
+    version does; `lost_s`: until an engine that is gone is known to be; `step_s`: of the trainer. Derived in
+    docs/INVARIANTS.md.
+    """
+    rounds = -(-requests // at_once) + versions
+    return lost_s + rounds * tries * try_s + versions * swap_s + step_s
+
+
 def consecutive(versions: Sequence[int]) -> bool:
     """I5: 0, 1, 2, ..."""
     return list(versions) == list(range(len(versions)))

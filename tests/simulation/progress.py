@@ -2,8 +2,14 @@
 
 from collections.abc import Sequence
 
-from schemas.invariants import deadline, feasible
+from schemas.invariants import deadline, feasible, step_bound_s
 from tests.simulation.ledger import Books, Ledger, S
+
+TICK_S = 5.0
+"""A limit is seen at the next Tick."""
+SLOW_WORDS_S = 120.0
+STUCK_S = 3_000.0
+"""Worlds are small: where nothing happened for so long nothing will, whatever the bound allows."""
 
 
 class Progress(Ledger):
@@ -68,12 +74,17 @@ class Progress(Ledger):
         if now < self.drawn.quiet_at + 200:
             self.moved_at = max(self.moved_at, self.now)
             return
-        seats = limits.seats if self.drawn.kv_tokens_max > limits.seats * self.drawn.tokens_per_request_max else 1
-        requests = len(self.live) * self.size + len(self.evaluating) * s.evaluation.samples
-        rounds = -(-requests // (seats * limits.count)) + len({life.version for life in self.live.values()}) + 1
-        trips = rounds * s.scheduling.failures_max * (limits.request_timeout_s + limits.timeout_s)
-        rest = s.scheduling.rebalance_period_s + 120.0 + 2 * self.drawn.load_s + 2 * self.drawn.step_s
-        bound = min(trips, 3000.0) + rest
+        bound = step_bound_s(
+            requests=s.live_max * self.size + self.drawn.eval_rows * s.evaluation.samples,
+            at_once=max(1, min(limits.seats, self.drawn.kv_tokens_max // self.drawn.tokens_per_request_max)),
+            versions=self.K + 2,
+            tries=s.scheduling.failures_max + 1,
+            try_s=2 * (limits.request_timeout_s + TICK_S),
+            swap_s=s.scheduling.rebalance_period_s + 2 * self.drawn.load_s + TICK_S,
+            lost_s=limits.timeout_s + TICK_S,
+            step_s=2 * self.drawn.step_s,
+        )
+        bound = min(bound, STUCK_S) + SLOW_WORDS_S
         assert self.now - self.moved_at <= bound * S, (
             f"nothing happened for {(self.now - self.moved_at) / S:.0f} s (I8): live {len(self.live)}, "
             f"complete {len(self.complete)}, evaluating {len(self.evaluating)}, step {self.step_next}, "

@@ -1,9 +1,14 @@
-"""Two hundred worlds a run. A failure names its seed: `DORA_SEED=<seed> DORA_SEEDS=1` runs that one alone."""
+"""Two hundred worlds a run. A failure names its seed: `DORA_SEED=<seed> DORA_SEEDS=1` runs that one alone.
+
+It also prints few events that break the rule again (`shrink.py`).
+"""
 
 import os
 
 import pytest
 
+from tests.simulation.mutants import MUTANTS, load
+from tests.simulation.shrink import explained, line_of, retold
 from tests.simulation.world import World
 
 BASE = int(os.environ.get("DORA_SEED", "0"))
@@ -15,7 +20,11 @@ SHARES = 8
 def test_every_run_ends_and_breaks_no_invariant(share: int) -> None:
     for seed in range(BASE + share, BASE + COUNT, SHARES):
         print(f"seed {seed}")
-        World(seed).run()
+        world = World(seed)
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(explained(world, error)) from error
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
@@ -24,3 +33,16 @@ def test_the_same_seed_tells_the_same_story() -> None:
     first.run()
     second.run()
     assert [record.model_dump_json() for record in first.journal] == [r.model_dump_json() for r in second.journal]
+
+
+def test_the_story_of_a_broken_rule_is_told_in_few_events() -> None:
+    """The broken mind complains at the same line when it hears them alone."""
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "a finish frees no seat")
+    world = World(0, load(mutant))
+    with pytest.raises(AssertionError) as caught:
+        world.run()
+    said = explained(world, caught.value)
+    print(said)
+    count, _, total, *_ = said.splitlines()[1].split()
+    assert int(count) <= 20 < int(total)
+    assert retold(world.drawn, world.told, world.code) == line_of(caught.value)

@@ -40,7 +40,9 @@ class Code:
 
 
 class World:
-    """`run()` returns at the end of the run; AssertionError (with the seed) if a rule is broken."""
+    """`run()` returns at the end of the run; AssertionError if a rule is broken."""
+
+    BEGAN_S = 1000
 
     def __init__(self, seed: int, code: Code | None = None) -> None:
         self.seed, self.code = seed, code or Code()
@@ -57,6 +59,8 @@ class World:
         self.chance_of_twins = random.Random(seed + 2_000_003)
         self.twin: Any = None
         self.journal: list[m.JournalRecord] = []
+        self.told: list[m.Event] = []
+        """All that was heard, also in the poll that is not in the journal yet."""
         self.engines: dict[int, EngineActor] = {}
         self.restarting: set[int] = set()
         self.incarnations = 0
@@ -117,6 +121,7 @@ class World:
         events, self.inbox, self.starting = [m.Tick(now=self.micros()), *begin, *self.inbox], [], False
         effects: list[m.Effect] = []
         for event in events:
+            self.told.append(event)
             self.checker.heard(event)
             said = self.think(event)
             self.checker.said(said)
@@ -167,7 +172,7 @@ class World:
         self.at(self.rng.random() * 40, self.poll)
 
     def micros(self) -> int:
-        return 1_000_000_000 + int(self.now * 1e6)
+        return int((self.BEGAN_S + self.now) * 1e6)
 
     def replay(self) -> Any:
         """I9."""

@@ -83,6 +83,12 @@ def test_architecture_names_every_room_and_every_invariant_is_spoken_of() -> Non
     assert [i.name for i in INVARIANTS if not re.search(rf"\b{i.name}\b", text)] == []
 
 
+def test_every_invariant_is_stated_with_its_sentence_and_the_page_is_linked() -> None:
+    text = " ".join(_text(ROOT / "docs/INVARIANTS.md").split())
+    assert [i.name for i in INVARIANTS if f"**{i.name}** {i.sentence.rstrip('.')}" not in text] == []
+    assert "(INVARIANTS.md)" in _text(ROOT / "docs/ARCHITECTURE.md")
+
+
 def test_decisions_are_numbered_without_gaps_and_linked() -> None:
     notes = sorted((ROOT / "docs/decisions").glob("*.md"))
     assert [int(note.name[:4]) for note in notes] == list(range(1, len(notes) + 1))
