@@ -1,16 +1,18 @@
 # make run   a whole run on this machine: real engines, real training, a real log
-# make test  every check but the long ones; make test-full adds those
+# make test  every check but the long ones; make test-full adds those; make soak tries 10,000 simulated worlds
 # Needs Python 3.11 and make. The first target that needs it makes .venv from requirements/cpu.txt; later ones work offline.
 
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.toml
+SEED ?= 0
+SEEDS ?= 10000
 VENV := .venv
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2
 
-.PHONY: help run test test-full bench lint fmt lock clean
+.PHONY: help run test test-full soak bench lint fmt lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +26,10 @@ test: lint
 
 test-full: lint
 	$(PYTEST) -m "not gpu"
+
+# As many simulated worlds as one likes, SEEDS from SEED on. A failure names its seed and tells its story in few events.
+soak: $(READY)
+	DORA_SEED=$(SEED) DORA_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/simulation/test_seeds.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

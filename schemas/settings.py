@@ -259,6 +259,11 @@ class Settings(Section):
                 f"{(self.lag_max + 1) * self.training.updates_per_step - 1} optimizer updates old at the gradient, "
                 f"although lag is bounded by {self.lag_max} versions"
             )
+        if self.mixes_versions:
+            said.append(
+                'mode = "partial": a trajectory may have tokens of several versions; `engine_path` says which, and lag '
+                "counts from the version under which its group was opened"
+            )
         return said
 
 

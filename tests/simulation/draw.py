@@ -52,6 +52,8 @@ def draw(seed: int) -> Drawn:
     new_max = rng.choice([32, 64, 256, 256])
     request_max = 32 + new_max
     kv_factor = rng.choice([1.0, 2.5, seats + 1.0])
+    if mode == "partial" and modes.random() < 0.7:
+        kv_factor = 2.5
     faults = rng.choice([0.0, 0.3, 1.0])
     speeds = tuple(rng.choice([20.0, 20.0, 20.0, 6.0]) for _ in range(engines))
     evaluates = (rng.random() < 0.35) | (mode in ("partial", "oversample") and modes.random() < 0.5)

@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from schemas import messages as m
+from tests.simulation.draw import draw
 from tests.simulation.mutants import MUTANTS, load
 from tests.simulation.shrink import explained, line_of, retold
 from tests.simulation.world import World
@@ -25,6 +27,26 @@ def test_every_run_ends_and_breaks_no_invariant(share: int) -> None:
             world.run()
         except AssertionError as error:
             raise AssertionError(explained(world, error)) from error
+
+
+def test_without_staleness_a_step_trains_the_groups_that_a_loop_without_versions_trains() -> None:
+    """The loop: open the next B rows, replace what fails, train all B, again. It knows only what was void."""
+    compared = 0
+    for seed in range(BASE, BASE + 60):
+        drawn = draw(seed).settings
+        if drawn.lag_max or drawn.mode == "oversample":
+            continue
+        world = World(seed)
+        world.run()
+        effects = [effect for record in world.journal for effect in record.effects]
+        void = {effect.group for effect in effects if isinstance(effect, m.VoidGroup)}
+        rows = {e.group: e.prompt_row for e in effects if isinstance(e, m.Issue) and e.purpose == "train"}
+        good = sorted(row for group, row in rows.items() if group not in void)
+        size = drawn.groups_per_batch
+        for number, batch in enumerate(effect for effect in effects if isinstance(effect, m.BatchRecord)):
+            assert sorted(rows[group] for group, _ in batch.groups) == good[number * size : (number + 1) * size]
+            compared += 1
+    assert compared > 10
 
 
 def test_the_same_seed_tells_the_same_story() -> None:

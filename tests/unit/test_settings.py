@@ -124,6 +124,11 @@ def test_each_mode_has_its_lag_and_its_live_groups() -> None:
     }
 
 
+def test_whoever_mixes_versions_in_a_trajectory_is_told_so() -> None:
+    assert [note for note in _settings("mode=partial").notes() if "tokens of several versions" in note]
+    assert _settings("mode=dora").notes() == []
+
+
 def test_old_versions_are_filled_in_mode_dora_only() -> None:
     assert 'scheduling.legacy_fill needs mode = "dora"' in _error(SMALL, "mode=sync", "scheduling.legacy_fill=true")
     assert "oversample_factor" in _error(SMALL, "scheduling.oversample_factor=0.9")
