@@ -1,6 +1,10 @@
 """The books of the engines."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.ids import RequestKey
 from schemas.messages import Joined
@@ -105,3 +109,35 @@ def test_only_over_allocated_versions_give_and_the_oldest_in_need_is_served_firs
 def test_the_longest_request_that_every_engine_can_hold() -> None:
     assert fleet(0, kv_tokens=40).request_limit() == 40
     assert fleet(0, kv_tokens=400).request_limit() == 60
+
+
+ENGINE = st.tuples(st.none() | st.integers(0, 4), st.integers(0, 60), st.booleans())
+"""Version, KV that is booked, does it load another one?"""
+
+
+@given(st.lists(ENGINE, min_size=1, max_size=12), st.lists(st.integers(0, 4), min_size=12, max_size=12))
+def test_whoever_switches_is_over_allocated_and_has_the_least_kv_and_nobody_falls_below_its_share(
+    engines: list[tuple[int | None, int, bool]], shares: list[int]
+) -> None:
+    """`shares` = to which version each engine's place in the targets goes, so their sum is the number of engines."""
+    books = fleet(*(version for version, _, _ in engines))
+    for number, (version, tokens, loads) in enumerate(engines):
+        if version is not None and tokens:
+            book(books, number, group=number, tokens=tokens)
+        if loads:
+            books.swap(books.engines[number], 4, since=0)
+    targets = {version: shares[: len(engines)].count(version) for version in range(5)}
+    have = Counter(engine.target for engine in books.engines.values())
+    found = books.switches(targets)
+    left = Counter(engine.version for engine, _ in found if engine.version is not None)
+    gained = Counter(version for _, version in found)
+    assert len({engine.number for engine, _ in found}) == len(found)
+    assert all(engine.loading is None and engine.version != version for engine, version in found)
+    assert all(have[version] - left[version] >= targets[version] for version in left)
+    assert all(have[version] + gained[version] <= targets[version] for version in gained)
+    for engine in books.engines.values():
+        stays = engine.loading is None and all(engine is not other for other, _ in found)
+        leaving = [other for other, _ in found if other.version == engine.version]
+        assert not stays or all((other.tokens, other.number) < (engine.tokens, engine.number) for other in leaving)
+    if not any(loads for _, _, loads in engines):
+        assert {v: have[v] - left[v] + gained[v] for v in targets} == targets
