@@ -41,7 +41,8 @@ class Life:
 
 @dataclass(eq=False)
 class Books:
-    """An engine by its words and the commands to it. `heard_at` counts time in which the orchestrator was awake."""
+    """An engine by its words and the commands to it. `heard_at` counts time in which the orchestrator was awake.
+    `gone`: said so after the end of the run: the mind knows, and says so when the run goes on."""
 
     incarnation: int
     heard_at: int
@@ -51,6 +52,7 @@ class Books:
     loading: int | None = None
     loading_since: int = 0
     issued: int = -1
+    gone: bool = False
     booked: dict[RequestKey, int] = field(default_factory=dict)
 
 
@@ -85,6 +87,10 @@ class Ledger:
         self.completions = 0
         self.end: m.EndRun | None = None
         self.moved_at = 0
+        self.resumed_at = -1
+        """What is said now was perhaps decided before, after the end of the run."""
+        self.unsure: set[int] = set()
+        """Groups that were complete by such a decision: nobody can say in which order."""
         self.ends: set[int] = set()
         self.voids: Counter[str] = Counter()
         self.voids_in_row = 0
@@ -98,6 +104,8 @@ class Ledger:
     def heard(self, event: m.Event) -> None:
         engine, incarnation = getattr(event, "engine", None), getattr(event, "incarnation", None)
         books = self.books.get(engine) if engine is not None else None
+        if books is not None and books.gone:
+            books = None
         if books is not None and books.incarnation == incarnation:
             books.heard_at = self.awake
         match event:
@@ -107,6 +115,7 @@ class Ledger:
                 self.now = event.now
             case m.RunStarted():
                 self.steps, self.end, self.voids_in_row, self.moved_at = event.steps, None, 0, self.now
+                self.resumed_at = self.now
             case m.PromptArrived():
                 self.rows.setdefault(event.row, event)
             case m.PromptsEnded():
@@ -118,6 +127,7 @@ class Ledger:
             case m.EngineGone():
                 if books is not None and (incarnation is None or incarnation >= books.incarnation):
                     self.excused.add((event.engine, books.incarnation))
+                    books.gone = self.ended
             case m.Joined():
                 self._joined(event)
             case m.Hosting() if books is not None and books.incarnation == incarnation:

@@ -239,6 +239,12 @@ MUTANTS = (
         "True and",
     ),
     Mutant(
+        "an old version gives up engines that it needs",
+        "state",
+        "live, min(keep, len(held)), want)",
+        "live, 0, 1)",
+    ),
+    Mutant(
         "the barrier lets engines through",
         "state",
         'if version == self.published and versions and self.settings.mode == "one_step":',

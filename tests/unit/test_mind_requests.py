@@ -188,3 +188,19 @@ def test_a_snapshot_is_what_a_lost_request_goes_on_from() -> None:
     again = {(i.group, i.index): i.partial for i in driver.said(m.Issue, said)}
     assert again[0, 0] == Position("partials", 0, 9)
     assert again[0, 1] is None
+
+
+def test_a_finish_of_what_was_given_up_and_waits_lets_the_next_group_open_at_once() -> None:
+    """KV for two of three samples. Two are given up and one of them waits, when its finish is heard after all."""
+    engines = {"count": 1, "seats": 4, "timeout_s": 100_000.0, "request_timeout_s": 10.0}
+    driver = Driver(settings_of(group_size=3, engines=engines), rows=0, engines=0)
+    driver.join(0, 1, kv_tokens=100)
+    driver.host_all()
+    driver.prompts(1, tokens=45)
+    driver.prompts(1, tokens=9)
+    assert sorted(driver.out) == [RequestKey(0, 0, 0), RequestKey(0, 1, 0)]
+    late = driver.about(driver.out[RequestKey(0, 1, 0)])
+    driver.wait(11)
+    assert sorted(driver.out) == [RequestKey(0, 0, 1), RequestKey(0, 2, 0)], "sample 1 waits"
+    said = driver.say(m.Finished(**late, tokens=5, finish_reason="stop"))
+    assert [issue.group for issue in driver.said(m.Issue, said)] == [1]

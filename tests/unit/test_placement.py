@@ -106,6 +106,16 @@ def test_only_over_allocated_versions_give_and_the_oldest_in_need_is_served_firs
     assert switched(books.switches({1: 2, 2: 1, 3: 1})) == []
 
 
+def test_an_engine_that_still_loads_an_over_allocated_version_is_waited_for() -> None:
+    """It is empty, so it is the one to switch; until it hosts, the one with requests keeps them."""
+    books = fleet(0, 1)
+    book(books, 0, group=1)
+    books.swap(books.engines[1], 0, since=0)
+    assert switched(books.switches({0: 1, 1: 1})) == []
+    books.hosted(books.engines[1])
+    assert switched(books.switches({0: 1, 1: 1})) == [(1, 1)]
+
+
 def test_the_longest_request_that_every_engine_can_hold() -> None:
     assert fleet(0, kv_tokens=40).request_limit() == 40
     assert fleet(0, kv_tokens=400).request_limit() == 60

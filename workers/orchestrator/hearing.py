@@ -148,6 +148,7 @@ class Hearing:
         if found is None or found[1].place not in UNSAMPLED:
             return
         request = found[1]
+        self.changed |= request.place is Place.WAITING
         self.groups.move(request, Place.FINISHED)
         request.since = self.patience
         self.issued.append((self.patience, request, request.attempt))

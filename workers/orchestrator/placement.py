@@ -4,9 +4,11 @@ Rule 1: an engine is told to run a request only if a seat and KV for prompt and 
 (I7). They stay booked until the engine answers for that request, or says that it hosts another version.
 Rule 2: an engine that loads gets no requests and is not switched again.
 Rule 3: a request goes to an engine of its version that holds siblings of it, else to the one with most free KV.
-Rule 4: engines without a version switch first, then those with the least live KV among the over-allocated versions.
+Rule 4: engines without a version switch first, then those with the least live KV among the over-allocated versions. An
+engine that still loads such a version has the least: it is waited for, so no request moves to where nobody serves yet.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -192,7 +194,8 @@ class Fleet:
         have: dict[int | None, int] = {}
         for engine in self.engines.values():
             have[engine.target] = have.get(engine.target, 0) + 1
-        over = {version: count - targets.get(version, 0) for version, count in have.items() if version is not None}
+        loading = Counter(engine.loading for engine in self.engines.values())
+        over = {v: count - loading[v] - targets.get(v, 0) for v, count in have.items() if v is not None}
         idle = [e for e in self.engines.values() if e.target is None]
         busy = [e for e in self.engines.values() if e.loading is None and over.get(e.version or 0, 0) > 0]
         givers = sorted(idle, key=lambda e: e.number)
