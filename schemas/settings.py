@@ -75,15 +75,54 @@ class Training(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW.")
     clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_low: float = Field(0.2, ge=0, le=1, description="Ratio is clipped below 1 - clip_low; 1 = not.")
     clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + clip_high.")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="Relative to a group's other samples.")
-    loss_level: Literal["token", "sequence"] = Field("token", description="What weighs the same in a batch.")
+    clip_dual: float = Field(0.0, ge=0, description="Largest ratio where the advantage is negative; 0 = off.")
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = Field(
+        "grpo", description="Relative to a group's other samples; reinforce_pp = to all of the step."
+    )
+    loss_level: Literal["token", "sequence", "constant"] = Field(
+        "token", description="What weighs the same in a batch; constant = a token, by samples x max_new_tokens."
+    )
+    ratio: Literal["token", "sequence", "cispo"] = Field(
+        "token", description="Of what the ratio is; sequence = GSPO, cispo = of a token, as a clipped weight."
+    )
+    decoupled: bool = Field(False, description="Ratio to the version at the start of the step, not to what sampled.")
+    tis_cap: float = Field(0.0, ge=0, description="Largest weight of that version over what sampled; 0 = no weight.")
+    tis_level: Literal["token", "sequence", "geometric"] = Field("token", description="Of what that weight is.")
+    tis_mask: bool = Field(False, description="Leave out what weighs above tis_cap or below 1 / tis_cap.")
+    kl_coef: float = Field(0.0, ge=0, description="Of the k3 KL to version 0, of which the trainer then keeps a copy.")
+    entropy_coef: float = Field(0.0, ge=0, description="Of the entropy, which the loss then rewards.")
+    overlong_mask: bool = Field(False, description="Responses that were cut at their limit are not trained on.")
+    overlong_penalty_tokens: int = Field(
+        0, ge=0, description="The reward falls by up to 1 over the last so many tokens before the limit; 0 = off."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up; linear and cosine fall to 0 at `steps`."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises.")
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward pass; a shared prompt counts once.")
     threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     checkpoints_keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if 0 < self.clip_dual <= 1:
+            raise ValueError("clip_dual is a ratio: use more than 1, or 0 for none")
+        if self.clip_dual and self.ratio == "cispo":
+            raise ValueError("clip_dual does nothing with ratio = cispo, which never loses a gradient: use 0")
+        if 0 < self.tis_cap < 1:
+            raise ValueError("tis_cap below 1 would also lower the weight of what needs no correction: use 1 or more")
+        if self.tis_cap and not self.decoupled:
+            raise ValueError(
+                "tis_cap needs decoupled = true: otherwise the ratio itself is to what sampled, and a weight would "
+                "correct twice"
+            )
+        if self.tis_mask and not self.tis_cap:
+            raise ValueError("tis_mask needs a tis_cap")
+        return self
 
 
 class Reward(Section):
@@ -221,10 +260,14 @@ class Settings(Section):
             raise ValueError("name: use 1 to 80 letters, digits, '-' or '_'")
         if bool(self.steps) == bool(self.epochs):
             raise ValueError("set exactly one of `steps` and `epochs` (they would contradict each other)")
-        if self.group_size == 1 and self.training.advantage in ("grpo", "dr_grpo", "rloo"):
+        if self.group_size == 1 and self.training.advantage != "reinforce_pp":
             raise ValueError(
                 f"group_size = 1 gives a group-relative advantage ({self.training.advantage}) nothing to compare: "
                 "use 2 or more"
+            )
+        if self.group_size == 1 and self.scheduling.dynamic_sampling:
+            raise ValueError(
+                "scheduling.dynamic_sampling would void every group of group_size = 1: outcomes never vary"
             )
         if self.live_max < 1:
             raise ValueError("scheduling.live_factor x groups_per_batch is below 1 group: nothing could ever open")
@@ -242,13 +285,27 @@ class Settings(Section):
             )
         if (self.sampling.top_p < 1 or self.sampling.top_k > 0) and self.training.kind == "megatron":
             raise ValueError(
-                "sampling.top_p and sampling.top_k truncate; training cannot account for the kept mass yet"
+                "sampling.top_p and sampling.top_k truncate; training cannot account for the kept mass, which no "
+                "engine reports yet: use 1 and 0"
             )
+        self._training_fits()
         if not any(d.purpose == "train" for d in self.dataset):
             raise ValueError('no [[dataset]] with purpose = "train"')
         if self.evaluation.samples and not any(d.purpose == "eval" for d in self.dataset):
             raise ValueError('evaluation.samples is set, but no [[dataset]] has purpose = "eval"')
         return self
+
+    def _training_fits(self) -> None:
+        training = self.training
+        if training.schedule != "constant" and not self.steps:
+            raise ValueError(f"training.schedule = {training.schedule} falls until the last step: set `steps`")
+        if self.steps and training.warmup_steps >= self.steps and training.warmup_steps:
+            raise ValueError(f"training.warmup_steps = {training.warmup_steps} leaves none of {self.steps} steps")
+        if training.overlong_mask and self.sampling.ignore_eos:
+            raise ValueError("training.overlong_mask: with sampling.ignore_eos every response is cut at its limit")
+        limit = self.sampling.max_new_tokens
+        if training.overlong_penalty_tokens > limit:
+            raise ValueError(f"training.overlong_penalty_tokens is above sampling.max_new_tokens = {limit}")
 
     def notes(self) -> list[str]:
         """What a person should know of this configuration, in sentences."""

@@ -27,7 +27,7 @@ from tests.integration.whole_run import Ran, Running, assert_good
 from workers.runtime import clock
 from workers.trainer.learners.base import Learner
 from workers.trainer.learners.paced_learner import PacedLearner
-from workers.trainer.service import samples_of
+from workers.trainer.samples import samples_of
 from workers.transport.weights.manifest import fingerprint
 
 START_LIMIT_S = 150.0
@@ -266,7 +266,7 @@ def trained_straight(run_dir: Path) -> Iterator[tuple[int, str]]:
     try:
         yield 0, fingerprint(learner.export())
         for step in sorted(rows):
-            learner.train(samples_of(rows[step], run.settings.training.advantage))
+            learner.train(samples_of(rows[step], step, run.settings), step)
             yield step + 1, fingerprint(learner.export())
     finally:
         learner.close()

@@ -207,13 +207,13 @@ class CrashingLearner(MegatronLearner):
         self.process, self.left, self.crash = process, steps, crash
         return self
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
         self.left -= 1
         if self.left == 0 and self.crash:
             raise Crash
         if self.left == 0:
             self.process.stopping.set()
-        return super().train(samples)
+        return super().train(samples, step)
 
 
 def test_a_killed_trainer_trains_later_batches_again_to_the_same_weights(llama: Path, tmp_path: Path) -> None:

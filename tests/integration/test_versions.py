@@ -13,7 +13,7 @@ from tests.archive_checker import Run
 from tests.integration.helpers_vllm import RemoteEngine, open_host, request, run_all
 from tests.integration.killing import learner_of
 from tests.integration.whole_run import assert_good, dora_run
-from workers.trainer.service import samples_of
+from workers.trainer.samples import samples_of
 from workers.transport.weights.manifest import fingerprint
 
 pytestmark = pytest.mark.integration
@@ -70,7 +70,7 @@ def test_without_staleness_the_run_is_a_synchronous_loop(tmp_path: Path) -> None
                 assert ids == theirs[key]["response_ids"], f"step {step}, group and index {key}"
                 assert logprobs == pytest.approx(theirs[key]["logprobs"], abs=1e-4)
                 assert theirs[key]["reward"] == pytest.approx(sum(one < 128 for one in ids) / len(ids))
-            learner.train(samples_of(trained[step], run.settings.training.advantage))
+            learner.train(samples_of(trained[step], step, run.settings), step)
         assert fingerprint(learner.export()) == made[SYNC_STEPS]
         engine.close()
 

@@ -59,7 +59,7 @@ def test_with_k_0_every_row_has_lag_0_over_ten_steps(tmp_path: Path) -> None:
         record = world.batch(step)
         rows = gathered(world, record)
         check_with(record, rows, staleness_max=0)
-        assert figures(record, rows, now_us=10)["lag_max"] == 0.0
+        assert figures(record, rows, {}, now_us=10)["lag_max"] == 0.0
     old = world.batch(10, [9, 10])
     with pytest.raises(AssertionError, match="lag 1 > 0"):
         check_with(old, gathered(world, old), staleness_max=0)
@@ -188,9 +188,23 @@ def test_a_reader_that_resumes_at_the_stored_positions_finds_everything(tmp_path
 def test_figures_count_trajectories_per_lag(tmp_path: Path) -> None:
     world = World(tmp_path)
     record = world.batch(2, [0, 2, 2])
-    said = figures(record, gathered(world, record), now_us=1_000_004)
+    said = figures(record, gathered(world, record), {}, now_us=1_000_004)
     assert said["lag_0_trajectories"] == 4.0
     assert said["lag_2_trajectories"] == 2.0
     assert said["lag_mean"] == pytest.approx(2 / 3)
     assert said["reward_mean"] == 0.5
     assert said["queue_s_mean"] == pytest.approx(1.0)
+
+
+def test_lag_is_that_of_the_flight_and_that_of_the_queue(tmp_path: Path) -> None:
+    """B04: versions 0 to 4 came at 100, 200, ...; step 4 trains one scored just before version 2 and one just after."""
+    world = World(tmp_path)
+    rows = [row(7, 0, 0, scored_at=299), row(7, 1, 0, scored_at=301), row(8, 0, 4, scored_at=550)]
+    members = tuple(world.add_row(one) for one in rows)
+    record = BatchRecord(run="r", step=4, exhausted=False, groups=((7, 0), (8, 4)), members=members)
+    said = figures(record, rows, {version: 100 * (version + 1) for version in range(7)}, now_us=1000)
+    assert said["lag_in_flight_mean"] == pytest.approx((1 + 2 + 0) / 3)
+    assert said["lag_in_queue_mean"] == pytest.approx((3 + 2 + 0) / 3)
+    assert said["lag_mean"] == pytest.approx(said["lag_in_flight_mean"] + said["lag_in_queue_mean"])
+    assert [said[f"lag_in_flight_{lag}_trajectories"] for lag in (0, 1, 2)] == [1.0, 1.0, 1.0]
+    assert [said[f"lag_in_queue_{lag}_trajectories"] for lag in (0, 2, 3)] == [1.0, 1.0, 1.0]

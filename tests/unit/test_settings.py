@@ -103,6 +103,37 @@ def test_one_sample_per_group_has_nothing_to_compare_with(advantage: str) -> Non
     assert "use 2 or more" in _error(SMALL, "group_size=1", f"training.advantage={advantage}")
 
 
+def test_one_sample_per_group_will_do_where_it_is_compared_with_the_whole_step() -> None:
+    alone = ("group_size=1", "training.advantage=reinforce_pp")
+    assert _settings(*alone).group_size == 1
+    assert "would void every group" in _error(SMALL, *alone, "scheduling.dynamic_sampling=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["clip_dual=0.9"], "clip_dual is a ratio: use more than 1"),
+        (["clip_dual=3", "ratio=cispo"], "clip_dual does nothing with ratio = cispo"),
+        (["tis_cap=0.5", "decoupled=true"], "tis_cap below 1"),
+        (["tis_cap=2"], "tis_cap needs decoupled = true"),
+        (["tis_mask=true"], "tis_mask needs a tis_cap"),
+        (["schedule=linear"], "training.schedule = linear falls until the last step: set `steps`"),
+        (["warmup_steps=3"], "training.warmup_steps = 3 leaves none of 3 steps"),
+        (["overlong_penalty_tokens=300"], "above sampling.max_new_tokens = 256"),
+        (["overlong_mask=true"], "every response is cut at its limit"),
+        (["loss_level=tokens"], "training.loss_level"),
+        (["ratio=gspo"], "training.ratio"),
+    ],
+)
+def test_objectives_and_schedules_that_contradict_themselves_are_refused(overrides: list[str], said: str) -> None:
+    others = {
+        "schedule=linear": ["steps=0", "epochs=1"],
+        "warmup_steps=3": ["steps=3"],
+        "overlong_mask=true": ["sampling.ignore_eos=true"],
+    }
+    assert said in _error(SMALL, *(f"training.{one}" for one in overrides), *others.get(overrides[0], []))
+
+
 def test_synchronous_run_may_open_one_whole_batch() -> None:
     """B05: K = 0 and B = 4 gives 4 live groups, not 0."""
     by_mode, by_k = _settings("mode=sync", "groups_per_batch=4"), _settings("staleness_max=0", "groups_per_batch=4")

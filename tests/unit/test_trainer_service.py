@@ -1,5 +1,6 @@
 """The trainer on an in-memory log with a paced learner: versions, duplicates, crashes, checkpoints."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ class Watched(PacedLearner):
         super().__init__(process.settings, pace=0.0)
         self.process, self.steps, self.crash_at, self.salt = process, steps, crash_at, salt
         self.trained: list[list[Sample]] = []
+        self.rates: list[float] = []
+        self.says: dict[str, float] = {}
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
         if self.crash_at == len(self.trained):
             raise Crash
         self.trained.append(list(samples))
@@ -38,7 +41,9 @@ class Watched(PacedLearner):
             Sample(s.prompt_ids, s.response_ids, s.logprobs, s.loss_mask, s.temperature, s.advantage + self.salt)
             for s in samples
         ]
-        return super().train(salted)
+        said = super().train(salted, step) | self.says
+        self.rates.append(said["learning_rate"])
+        return said
 
 
 def train(world: World, steps: int, crash_at: int | None = None, salt: float = 0.0) -> Watched:
@@ -80,6 +85,42 @@ def test_each_batch_makes_the_next_version_with_its_groups_in_order(tmp_path: Pa
     assert said[2].metrics["lag_max"] == 1.0
     assert [point.step for point in world.metrics()] == [0, 1, 2]
     assert [sample.advantage for sample in learner.trained[0]] == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+
+
+def test_the_learning_rate_is_that_of_the_steps_number_also_after_a_crash(tmp_path: Path) -> None:
+    training = {"kind": "paced", "checkpoint_every": 2, "learning_rate": 1.0, "warmup_steps": 8}
+    world = World(tmp_path, training=training)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    assert train(world, 9, crash_at=3).rates == pytest.approx([1 / 8, 2 / 8, 3 / 8])
+    assert train(world, 3).rates == pytest.approx([3 / 8, 4 / 8, 5 / 8])
+    assert world.metrics()[3].values["learning_rate"] == pytest.approx(4 / 8)
+
+
+@pytest.mark.parametrize(
+    ("says", "warning"),
+    [
+        ({}, None),
+        ({"updates_skipped": 1.0, "loss": math.nan}, "update_skipped"),
+        ({"nonfinite": 3.0}, "tokens_left_out"),
+        ({"tokens": 0.0}, "step_empty"),
+    ],
+)
+def test_a_step_that_did_less_than_it_should_is_reported_and_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, says: dict[str, float], warning: str | None
+) -> None:
+    """D04, E01: skipped updates, tokens without a usable log-prob, no token at all."""
+    world = World(tmp_path)
+    world.send_batch(world.batch(0))
+    process = Process("trainer", world.settings, world.run_dir)
+    learner = Watched(process, 1)
+    learner.says = says
+    assert serve(process, world.bus, learner) == 0
+    assert [one.version for one in world.weights()] == [0, 1]
+    (point,) = world.metrics()
+    assert point.values["figures_not_finite"] == float(math.isnan(says.get("loss", 0.0)))
+    warned = [one.getMessage().split()[0] for one in caplog.records if one.levelname == "WARNING"]
+    assert warned == [warning] * (warning is not None)
 
 
 def test_a_batch_that_comes_twice_is_trained_once(tmp_path: Path) -> None:

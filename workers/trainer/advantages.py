@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample is than the other samples of its group. Plain numbers, no tensor.
+"""Advantages: how much better a sample is than others. Plain numbers, no tensor.
 
 Rule 1: samples belong together by their group's id, wherever they stand in the batch.
 Rule 2: sums are exact (`math.fsum`) and the variance is two-pass, so equal rewards give exactly 0.
@@ -37,20 +37,32 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def reinforce_pp(rewards: Sequence[float]) -> list[float]:
+    """(r - mean) / max(std, floor), of all samples of a step, whatever their groups.
+
+    Hu et al., REINFORCE++, arXiv 2501.03262: the advantage that is normalised over the global batch; a KL is part of
+    our loss, not of the reward.
+    """
+    return grpo(rewards)
 
 
-def by_group(kind: str, groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
+WITHIN_GROUP: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+OVER_STEP: dict[str, Callable[[Sequence[float]], list[float]]] = {"reinforce_pp": reinforce_pp}
+
+
+def advantages_of(kind: str, groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
     """Advantage [N] of every sample, from group ids [N] and rewards [N], in the order they came.
 
-    `kind` is `grpo`, `dr_grpo` or `rloo` (settings.training.advantage).
+    `kind` is `grpo`, `dr_grpo`, `rloo` or `reinforce_pp` (settings.training.advantage).
     """
     assert len(groups) == len(rewards), (len(groups), len(rewards))
+    if kind in OVER_STEP:
+        return OVER_STEP[kind](rewards)
     places: dict[int, list[int]] = defaultdict(list)
     for place, group in enumerate(groups):
         places[group].append(place)
     advantages = [0.0] * len(rewards)
     for members in places.values():
-        for place, value in zip(members, ADVANTAGES[kind]([rewards[p] for p in members]), strict=True):
+        for place, value in zip(members, WITHIN_GROUP[kind]([rewards[p] for p in members]), strict=True):
             advantages[place] = value
     return advantages

@@ -7,6 +7,7 @@ Rule 2: a row that may not be trained is our bug: the mind chose it. So it is an
    them), and the lag (I1), looked at here a second time by the same predicate as when the batch was chosen.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,15 +134,27 @@ class Gatherer:
         self._reader.close()
 
 
-def figures(record: BatchRecord, rows: Sequence[Row], *, now_us: int) -> dict[str, float]:
-    """Figures of a batch: lag (with a count of trajectories per lag), age, reward, outcome and length means."""
+def figures(record: BatchRecord, rows: Sequence[Row], published: Mapping[int, int], *, now_us: int) -> dict[str, float]:
+    """Figures of a batch: lag (with counts of trajectories per lag), age, reward, outcome and length means.
+
+    lag = in flight (versions published until the row was scored) + in queue. `published`: when each version was
+    announced, microseconds since 1970; now_us likewise.
+    """
     lags = [record.step - row["version"] for row in rows]
+    at = [published[version] for version in sorted(published)]
+    flights = [
+        min(lag, max(0, bisect_right(at, row["scored_at"]) - 1 - row["version"]))
+        for lag, row in zip(lags, rows, strict=True)
+    ]
+    queues = [lag - flight for lag, flight in zip(lags, flights, strict=True)]
     count = len(rows)
     said = {
         "trajectories": float(count),
         "groups": float(len(record.groups)),
         "lag_mean": sum(lags) / count,
         "lag_max": float(max(lags)),
+        "lag_in_flight_mean": sum(flights) / count,
+        "lag_in_queue_mean": sum(queues) / count,
         "queue_s_mean": sum(now_us - row["scored_at"] for row in rows) / count / 1e6,
         "flight_s_mean": sum(row["finished_at"] - row["queued_at"] for row in rows) / count / 1e6,
         "reward_mean": sum(row["reward"] for row in rows) / count,
@@ -150,4 +163,6 @@ def figures(record: BatchRecord, rows: Sequence[Row], *, now_us: int) -> dict[st
         "prompt_tokens_mean": sum(len(row["prompt_ids"]) for row in rows) / count,
         "truncated_share": sum(row["finish_reason"] == "length" for row in rows) / count,
     }
-    return said | {f"lag_{lag}_trajectories": float(number) for lag, number in sorted(Counter(lags).items())}
+    for name, values in (("lag", lags), ("lag_in_flight", flights), ("lag_in_queue", queues)):
+        said |= {f"{name}_{lag}_trajectories": float(number) for lag, number in sorted(Counter(values).items())}
+    return said

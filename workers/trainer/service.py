@@ -1,6 +1,6 @@
 """The trainer's hands: read `batches`, gather the rows, train, publish the version, keep checkpoints.
 
-    batches: step n -> rows (batches.py) -> advantages -> Learner.train -> files -> `weights`: version n + 1 -> metrics
+    batches: step n -> rows (batches.py) -> samples.py -> Learner.train -> files -> `weights`: version n + 1 -> metrics
 
 Rule 1: step n trains on top of version n and nothing else; a batch that was trained already is ignored (I3).
 Rule 2: a version is announced after its files are complete, and never again (I5). A step that is trained again after
@@ -13,19 +13,17 @@ Rule 4: a trainer that comes to hold an announced version once more writes its f
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from schemas.arrow import Row
 from schemas.messages import BatchRecord, CheckpointSaved, Message, MetricPoint, WeightsRecord
 from schemas.topics import version_key
 from workers.runtime import clock
 from workers.runtime.errors import BadInput, DoraError, WeightsUnavailable
 from workers.runtime.process import Process
 from workers.trainer import batches, checkpoint
-from workers.trainer.advantages import by_group
-from workers.trainer.learners.base import Learner, Sample
+from workers.trainer.learners.base import Learner
+from workers.trainer.samples import samples_of
 from workers.transport.records.bus import Bus, publish
 from workers.transport.records.letters import read_or_bury
 from workers.transport.weights.manifest import fingerprint, probe_ids
@@ -151,9 +149,10 @@ class _Trainer:
         began = clock.monotonic_s()
         rows = self._gatherer.rows(record)
         batches.check(record, rows, self._settings)
-        figures = batches.figures(record, rows, now_us=clock.now_us())
+        published = {version: weights.created_at for version, weights in self._state.announced.items()}
+        figures = batches.figures(record, rows, published, now_us=clock.now_us())
         gathered = clock.monotonic_s()
-        figures |= self._learner.train(samples_of(rows, self._settings.training.advantage))
+        figures |= self._learner.train(samples_of(rows, record.step, self._settings), record.step)
         trained = clock.monotonic_s()
         tokens = figures["trajectories"] * (figures["response_tokens_mean"] + figures["prompt_tokens_mean"])
         figures |= {
@@ -164,7 +163,17 @@ class _Trainer:
         self._process.log.info(
             "trained", step=record.step, **{k: round(figures[k], 6) for k in _LOGGED if k in figures}
         )
+        self._warn(record.step, figures)
         return _finite(figures)
+
+    def _warn(self, step: int, figures: dict[str, float]) -> None:
+        """What people must hear of a step that did less than it should; its version is published all the same."""
+        if figures["updates_skipped"]:
+            self._process.log.warning("update_skipped", step=step, updates=figures["updates_skipped"])
+        if figures["nonfinite"]:
+            self._process.log.warning("tokens_left_out", step=step, tokens=figures["nonfinite"])
+        if not figures["tokens"]:
+            self._process.log.warning("step_empty", step=step)
 
     # --- words --------------------------------------------------------------------------------
 
@@ -267,23 +276,6 @@ class _Trainer:
 
 
 _LOGGED = ("reward_mean", "loss", "grad_norm", "lag_max", "tokens", "train_s")
-
-
-def samples_of(rows: Sequence[Row], advantage: str) -> list[Sample]:
-    """Samples of scored rows, with advantages within each group."""
-    advantages = by_group(advantage, [row["group"] for row in rows], [row["reward"] for row in rows])
-    return [
-        Sample(
-            prompt_ids=row["prompt_ids"],
-            response_ids=row["response_ids"],
-            logprobs=row["logprobs"],
-            loss_mask=row["loss_mask"],
-            temperature=row["temperature"],
-            advantage=value,
-            group=row["group"],
-        )
-        for row, value in zip(rows, advantages, strict=True)
-    ]
 
 
 def _finite(figures: dict[str, float]) -> dict[str, float]:

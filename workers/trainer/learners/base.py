@@ -13,7 +13,7 @@ class Sample:
     """One trajectory as the learner needs it; `advantage` belongs to all its tokens. Samples of one `group` follow one
     another.
 
-    prompt_ids [P], response_ids [R], logprobs [R] (behaviour, at `temperature`), loss_mask [R].
+    prompt_ids [P], response_ids [R], logprobs [R] (behaviour, at `temperature`), loss_mask [R]. lag = step - version.
     """
 
     prompt_ids: Sequence[int]
@@ -23,14 +23,15 @@ class Sample:
     temperature: float
     advantage: float
     group: int = 0
+    lag: int = 0
 
 
 class Learner(Protocol):
     """A model under training."""
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One step (`updates_per_step` updates) on exactly these samples; figures of the step (see SPEC section 6:
-        loss, grad_norm, ratio_mean, ratio_max, clip_low_share, clip_high_share, mismatch_kl, entropy, tokens)."""
+    def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
+        """One step (`updates_per_step` updates) on exactly these samples; figures of the step (`loss_figures.py`, and
+        grad_norm, learning_rate, updates, updates_skipped). `step` is its number: the learning rate's schedule."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Log-probs [R] of each sample's response under the weights now, at its temperature."""

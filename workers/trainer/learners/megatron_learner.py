@@ -2,7 +2,8 @@
 
 Rule 1: one process holds the whole model (world size 1, gloo on a CPU, nccl on a GPU).
 Rule 2: published dtype = dtype of the forward pass. In bfloat16 the optimizer keeps float32 masters of its own.
-Rule 3: a gradient that is not finite changes nothing: the update is left out and reported (`updates_skipped`).
+Rule 3: a loss or gradient that is not finite changes nothing: the update is left out and reported (`updates_skipped`).
+Rule 4: the reference model is version 0, read from the model folder. It exists with a `kl_coef` only.
 
     samples -> updates (whole groups) -> micro-batches (packing.py) -> rows -> logits / temperature -> losses.py
 """
@@ -21,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from schemas.settings import Settings
-from workers.trainer import losses
+from workers.trainer import loss_figures, losses
 from workers.trainer.checkpoint import read_extra, write_extra
 from workers.trainer.learners import hf_weights, megatron_cpu
 from workers.trainer.learners.base import Sample
 from workers.trainer.packing import MicroBatch, pack
+from workers.trainer.schedule import learning_rate
 from workers.transport.weights.manifest import RawTensor
 
 megatron_cpu.install()
@@ -63,6 +65,14 @@ class _Piece:
     tokens: losses.Tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Log-probs [[R] per sample] of an update that are made before it: see losses.Tokens."""
+
+    proximal: list[list[float]] | None = None
+    reference: list[list[float]] | None = None
+
+
 class MegatronLearner:
     """AdamW on the policy-gradient loss. All calls from the thread that made it."""
 
@@ -75,10 +85,10 @@ class MegatronLearner:
         megatron = transformer_config(config, self._dtype, settings.megatron)
         _join_world(settings.seed)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = build(config, megatron).to(self._device)
-        if megatron.bf16:
-            self._model.bfloat16()
-        hf_weights.load(self._model, hf_weights.read_folder(model_folder))
+        self._model = self._build(config, megatron, model_folder)
+        self._reference = None
+        if settings.training.kl_coef:
+            self._reference = self._build(config, megatron, model_folder).requires_grad_(False)
         wrapped = Float16Module(megatron, self._model) if megatron.bf16 else self._model
         wrapped.model_type = self._model.model_type
         self._ddp = DistributedDataParallel(
@@ -91,28 +101,36 @@ class MegatronLearner:
         megatron.grad_scale_func = self._optimizer.scale_loss
         self._schedule = get_forward_backward_func()
 
+    def _build(self, config: Mapping[str, Any], megatron: Any, model_folder: Path) -> Any:
+        """The model with the folder's weights, in the published dtype."""
+        model: Any = build(config, megatron).to(self._device)
+        if megatron.bf16:
+            model.bfloat16()
+        hf_weights.load(model, hf_weights.read_folder(model_folder))
+        return model
+
     # --- the Protocol -------------------------------------------------------------------------
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
         """`updates_per_step` updates, each on its own whole groups: no sample enters two gradients."""
+        training = self._settings.training
+        rate = learning_rate(step, self._settings)
+        for group in self._param_groups():
+            group["lr"] = rate
+        updates = self._updates(samples)
+        known = [self._known(update, first=not place) for place, update in enumerate(updates)]
         said: list[dict[str, float]] = []
-        for update in self._updates(samples):
+        for update, logprobs in zip(updates, known, strict=True):
             masks = [sample.loss_mask for sample in update]
-            weights = losses.token_weights(masks, self._settings.training.loss_level)
-            sums, norm = self._update(self._pieces(update, weights))
+            weights = losses.token_weights(masks, training.loss_level, self._settings.sampling.max_new_tokens)
+            sums, norm = self._update(self._pieces(update, weights, logprobs))
             skipped = not math.isfinite(norm)
-            said.append(losses.figures(sums) | {"grad_norm": 0.0 if skipped else norm, "updates_skipped": skipped})
-        return _of_step(said)
+            figures = loss_figures.figures(sums)
+            said.append(figures | {"grad_norm": 0.0 if skipped else norm, "updates_skipped": float(skipped)})
+        return _of_step(said) | {"learning_rate": rate}
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in samples]
-        weights = [[0.0] * len(sample.response_ids) for sample in samples]  # no loss is wanted
-        for micro, piece in zip(self._micro_batches(samples), self._pieces(samples, weights), strict=True):
-            flat = self._forward(piece).tolist()
-            for member in micro.members:
-                length = len(samples[member].response_ids)
-                found[member], flat = flat[:length], flat[length:]
-        return found
+        return self._logprobs_by(self._ddp, samples)
 
     def probe(self, ids: Sequence[int]) -> list[float]:
         rest = list(ids[1:])
@@ -141,7 +159,7 @@ class MegatronLearner:
             self._optimizer.load_state_dict(state["optimizer"])
         training = self._settings.training
         for group in self._param_groups():  # the run's settings hold, not those of the checkpoint
-            group.update(lr=training.learning_rate, betas=(training.adam_beta1, training.adam_beta2), fused=True)
+            group.update(betas=(training.adam_beta1, training.adam_beta2), fused=True)
         torch.set_rng_state(state["rng"])
         return read_extra(folder)
 
@@ -158,6 +176,16 @@ class MegatronLearner:
         edges = [begins[len(begins) * number // count] for number in range(count)] + [len(samples)]
         return [samples[start:end] for start, end in itertools.pairwise(edges)]
 
+    def _known(self, samples: Sequence[Sample], *, first: bool) -> _Known:
+        """Before any update of the step. The first update needs no log-probs under the version at its start: its own
+        forward pass gives them."""
+        training = self._settings.training
+        later = training.decoupled and not first
+        return _Known(
+            proximal=self._logprobs_by(self._ddp, samples) if later else None,
+            reference=self._logprobs_by(self._reference, samples) if training.kl_coef else None,
+        )
+
     def _update(self, pieces: list[_Piece]) -> tuple[dict[str, float], float]:
         """Forward, backward, optimizer step. Joined sums of the loss, and the gradient's norm before clipping."""
         self._ddp.zero_grad_buffer()
@@ -171,8 +199,9 @@ class MegatronLearner:
             micro_batch_size=1,
             forward_only=False,
         )
-        sums = losses.join([{name: float(value) for name, value in part.items()} for part in parts])
-        if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self._ddp.buffers):
+        sums = loss_figures.join([{name: float(value) for name, value in part.items()} for part in parts])
+        norms = [float(torch.linalg.vector_norm(buffer.grad_data)) for buffer in self._ddp.buffers]
+        if not math.isfinite(sums["loss"] + math.fsum(norms)):
             return sums, math.nan
         if not sums["tokens"]:
             return sums, 0.0  # nothing was counted: AdamW would still move by its momentum
@@ -187,19 +216,26 @@ class MegatronLearner:
 
     def _loss(self, piece: _Piece, logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """(loss, tokens, sums). Megatron adds the losses up and divides by nothing (`_finish_gradients`)."""
-        logprobs_T, entropy_T = _logprobs(logits_TV, piece, with_entropy=True)
         training = self._settings.training
-        loss, sums = losses.policy_loss(
-            logprobs_T, entropy_T, piece.tokens, losses.Clip(training.clip_low, training.clip_high)
-        )
+        scaled_TV = _scaled(logits_TV, piece)
+        entropy = losses.entropy_with_gradient if training.entropy_coef else losses.entropy_of
+        entropy_T = entropy(scaled_TV)  # before the log-probs, which overwrite scaled_TV
+        loss, sums = losses.policy_loss(_logprobs(scaled_TV, piece), entropy_T, piece.tokens, training)
         return loss, piece.tokens.mask_T.sum().to(torch.int), sums
 
-    @torch.no_grad()
-    def _forward(self, piece: _Piece) -> torch.Tensor:
-        """Log-probs [T] without a gradient."""
-        row = piece.row
-        logits_TV = self._ddp(row.ids_S, row.positions_S, row.shape, row.predictors_T)
-        return _logprobs(logits_TV, piece, with_entropy=False)[0]
+    def _logprobs_by(self, model: Any, samples: Sequence[Sample]) -> list[list[float]]:
+        """Log-probs [[R] per sample] under a model, at each sample's temperature."""
+        found: list[list[float]] = [[] for _ in samples]
+        weights = [[0.0] * len(sample.response_ids) for sample in samples]  # no loss is wanted
+        for micro, piece in zip(self._micro_batches(samples), self._pieces(samples, weights, _Known()), strict=True):
+            row = piece.row
+            with torch.no_grad():
+                logits_TV = model(row.ids_S, row.positions_S, row.shape, row.predictors_T)
+                flat = _logprobs(_scaled(logits_TV, piece), piece).tolist()
+            for member in micro.members:
+                length = len(samples[member].response_ids)
+                found[member], flat = flat[:length], flat[length:]
+        return found
 
     # --- rows ---------------------------------------------------------------------------------
 
@@ -207,19 +243,28 @@ class MegatronLearner:
         lengths = [len(sample.response_ids) for sample in samples]
         return pack([sample.prompt_ids for sample in samples], lengths, self._settings.training.micro_batch_tokens)
 
-    def _pieces(self, samples: Sequence[Sample], weights: list[list[float]]) -> list[_Piece]:
+    def _pieces(self, samples: Sequence[Sample], weights: list[list[float]], known: _Known) -> list[_Piece]:
         """The samples' micro-batches as tensors. `weights` [[R] per sample] from `losses.token_weights`."""
         prompts = [sample.prompt_ids for sample in samples]
         responses = [sample.response_ids for sample in samples]
+        number = partial(torch.tensor, dtype=torch.float32, device=self._device)
+        whole = partial(torch.tensor, dtype=torch.int64, device=self._device)
         pieces = []
         for micro in self._micro_batches(samples):
             held = [samples[member] for member in micro.members]
-            number = partial(torch.tensor, dtype=torch.float32, device=self._device)
+            proximal, reference = (
+                None if values is None else number([value for member in micro.members for value in values[member]])
+                for values in (known.proximal, known.reference)
+            )
             tokens = losses.Tokens(
                 behaviour_T=number([value for one in held for value in one.logprobs]),
                 advantages_T=number([one.advantage for one in held for _ in one.response_ids]),
                 weights_T=number([share for member in micro.members for share in weights[member]]),
                 mask_T=torch.tensor([counts for one in held for counts in one.loss_mask], device=self._device),
+                sample_T=whole([place for place, one in enumerate(held) for _ in one.response_ids]),
+                lag_T=whole([one.lag for one in held for _ in one.response_ids]),
+                proximal_T=proximal,
+                reference_T=reference,
             )
             temperature_T = number([one.temperature for one in held for _ in one.response_ids])
             pieces.append(_Piece(row_of(micro, prompts, responses).to(self._device), temperature_T, tokens))
@@ -243,30 +288,34 @@ class MegatronLearner:
         return {"model": model, "optimizer": optimizer}
 
 
-def _logprobs(logits_TV: torch.Tensor, piece: _Piece, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [T] of the targets at the sampling temperature, and entropies [T] (empty unless wanted).
-
-    Entropy first: Megatron's cross entropy overwrites its float32 input.
-    """
+def _scaled(logits_TV: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Logits [T, V] in float32 at the sampling temperature."""
     scaled_TV = logits_TV.float()
     if bool((piece.temperature_T != 1.0).any()):
         scaled_TV = scaled_TV / piece.temperature_T[:, None]
-    entropy_T = losses.entropy_of(scaled_TV.detach()) if with_entropy else scaled_TV.new_zeros(0)
-    return -vocab_parallel_cross_entropy(scaled_TV, piece.row.targets_T), entropy_T
+    return scaled_TV
+
+
+def _logprobs(scaled_TV: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Log-probs [T] of the targets. Megatron's cross entropy overwrites scaled_TV."""
+    return -vocab_parallel_cross_entropy(scaled_TV, piece.row.targets_T)
 
 
 def _of_step(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of a step: tokens and counts add up, maxima join, everything else is the mean over updates.
-
-    `mismatch_kl` is of the first update: later ones have moved away from what sampled the tokens.
+    """Figures of a step: tokens and counts add up, maxima join, everything else is the mean over the updates that have
+    it. A lag's `mismatch_kl`, and that of all, is of the first of them: later ones have moved away from what sampled
+    the tokens.
     """
-    added = ("tokens", "nonfinite", "updates_skipped")
     said: dict[str, float] = {}
-    for name in updates[0]:
-        values = [float(one[name]) for one in updates]
-        mean = math.fsum(values) / len(values)
-        said[name] = sum(values) if name in added else max(values) if name.endswith("_max") else mean
-    return said | {"mismatch_kl": updates[0]["mismatch_kl"], "updates": float(len(updates))}
+    for name in dict.fromkeys(name for one in updates for name in one):
+        values = [one[name] for one in updates if name in one]
+        if name.endswith(("tokens", "nonfinite", "updates_skipped")):
+            said[name] = math.fsum(values)
+        elif name.endswith("mismatch_kl"):
+            said[name] = values[0]
+        else:
+            said[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
+    return said | {"updates": float(len(updates))}
 
 
 def _finish_gradients(model: Any, _tokens: Any = None, *args: Any, **kwargs: Any) -> None:

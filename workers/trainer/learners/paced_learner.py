@@ -13,6 +13,7 @@ from pathlib import Path
 from schemas.settings import Settings
 from workers.trainer.checkpoint import read_extra, write_extra
 from workers.trainer.learners.base import Sample
+from workers.trainer.schedule import learning_rate
 from workers.transport.weights.manifest import RawTensor
 
 STEP_S = 0.01
@@ -24,11 +25,12 @@ _BYTES = 16
 class PacedLearner:
     def __init__(self, settings: Settings, *, pace: float = 1.0) -> None:
         """`pace` multiplies the table's seconds."""
+        self._settings = settings
         self._pace = pace
         self._state = hashlib.sha256(f"seed/{settings.seed}".encode()).digest()[:_BYTES]
         self._dtype, self._item_bytes = ("BF16", 2) if settings.dtype == "bfloat16" else ("F32", 4)
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
         tokens = sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)
         threading.Event().wait(self._pace * (STEP_S + STEP_S_PER_TOKEN * tokens))
         digest = hashlib.sha256(self._state)
@@ -38,7 +40,8 @@ class PacedLearner:
         counted = sum(sum(sample.loss_mask) for sample in samples)
         zeros = ("loss", "grad_norm", "clip_low_share", "clip_high_share", "mismatch_kl", "entropy", "nonfinite")
         ones = ("ratio_mean", "ratio_max", "ess", "updates")
-        return dict.fromkeys(zeros, 0.0) | dict.fromkeys(ones, 1.0) | {"tokens": float(counted), "updates_skipped": 0.0}
+        said = dict.fromkeys(zeros, 0.0) | dict.fromkeys(ones, 1.0) | {"tokens": float(counted), "updates_skipped": 0.0}
+        return said | {"learning_rate": learning_rate(step, self._settings)}
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Those that were sampled: engine and trainer agree."""
