@@ -10,12 +10,15 @@ from workers.trainer.learners.base import Sample
 from workers.trainer.learners.megatron_learner import MegatronLearner
 
 
-def learner_of(model: Path, *, dtype: str = "float32", **training: Any) -> MegatronLearner:
+def learner_of(
+    model: Path, *, dtype: str = "float32", steps: int = 1, sampling: dict[str, Any] | None = None, **training: Any
+) -> MegatronLearner:
     tree = {
         "model": str(model),
         "dtype": dtype,
-        "steps": 1,
+        "steps": steps,
         "group_size": 4,
+        "sampling": sampling or {},
         "training": {"learning_rate": 1e-3} | training,
         "dataset": [{"path": "rows.jsonl"}],
     }
