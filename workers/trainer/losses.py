@@ -120,7 +120,7 @@ def clipped_gain(
 ) -> torch.Tensor:
     """[T] min(r A, clip(r, 1 - low, 1 + high) A): PPO, arXiv 1707.06347, equation 7, asymmetric as in DAPO.
 
-    With clip_dual = c it is at least c A where A < 0 (Ye et al., dual clip, arXiv 1912.09729, equation 5).
+    With clip_dual = c it is at least c A where A < 0 (Ye et al., dual-clip PPO, arXiv 1912.09729).
     """
     clipped_T = ratio_T.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
     gain_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
