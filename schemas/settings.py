@@ -301,8 +301,8 @@ class Settings(Section):
             raise ValueError(f"training.schedule = {training.schedule} falls until the last step: set `steps`")
         if self.steps and training.warmup_steps >= self.steps and training.warmup_steps:
             raise ValueError(f"training.warmup_steps = {training.warmup_steps} leaves none of {self.steps} steps")
-        if training.overlong_mask and self.sampling.ignore_eos:
-            raise ValueError("training.overlong_mask: with sampling.ignore_eos every response is cut at its limit")
+        if self.sampling.ignore_eos and (training.overlong_mask or training.overlong_penalty_tokens):
+            raise ValueError("training.overlong_*: with sampling.ignore_eos every response is cut at its limit")
         limit = self.sampling.max_new_tokens
         if training.overlong_penalty_tokens > limit:
             raise ValueError(f"training.overlong_penalty_tokens is above sampling.max_new_tokens = {limit}")
