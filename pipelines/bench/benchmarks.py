@@ -1,4 +1,4 @@
-"""Which benchmarks there are: `dora bench NAME` calls `measure` of the file of that name. All are ratios in one run."""
+"""Which benchmarks there are: `dora bench NAME` calls `measure` of the file of that name."""
 
 import difflib
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 from workers.runtime.errors import BadInput
 
 NAMES: dict[str, str] = {
+    "decide": "how long the orchestrator thinks about one event, by engines and live requests",
     "tap": "tokens/s of a run with two taps over the same run without them",
 }
 

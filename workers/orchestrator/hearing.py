@@ -200,8 +200,8 @@ class Hearing:
             if request.place is not Place.WAITING:
                 self._fail(group, request, f"not scored: {word.error}")
             return
-        self.changed = True
         if self.groups.scored(group, request, word):
+            self.changed = True
             self._judge(group)
 
     def _judge(self, group: Group) -> None:

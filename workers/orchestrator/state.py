@@ -185,7 +185,7 @@ class Mind(Hearing):
 
     def _supplement(self) -> None:
         """Fill free seats: requests that wait, oldest version first, then new groups."""
-        for version in [v for v, books in sorted(self.groups.versions.items()) if books.waiting]:
+        for version in sorted(v for v, books in self.groups.versions.items() if books.waiting):
             self._place(version)
         while not self.ended and self._may_open():
             self._open(self.published, self.rows.unread.popleft(), "train", self.settings.group_size)
@@ -195,7 +195,7 @@ class Mind(Hearing):
 
     def _may_open(self) -> bool:
         """The newest version has room for the next row, and lag allows it."""
-        return self._has_room(self.published) and self._openable() > 0
+        return self._openable() > 0 and self._has_room(self.published)
 
     def _has_room(self, version: int) -> bool:
         """A row is there, the version has a seat and KV for it, and nothing waits for that."""
@@ -236,7 +236,7 @@ class Mind(Hearing):
                 detail = f"row {group.prompt_row}: prompt and response may take {request.tokens_max} tokens, "
                 self._void(group, "failed", detail + f"an engine holds {self.fleet.request_limit()}")
                 continue
-            siblings = [other.engine for other in group.requests if other.place is Place.ENGINE]
+            siblings = (other.engine for other in group.requests if other.place is Place.ENGINE)
             engine = self.fleet.pick(host, request.tokens_max, siblings)
             if engine is None:
                 return
