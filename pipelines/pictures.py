@@ -83,6 +83,16 @@ def aligned(rows: Rows) -> list[str]:
     return [f"  {label:<15}{text}".rstrip() for label, text in rows]
 
 
+def grid(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of text: the first column to the left, the others to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
 def snapshot_rows(now: Snapshot, *, live: bool) -> Rows:
     """Where a run stands; of one that is not `live` only what it did."""
     yield "progress", _progress(now, live=live)
