@@ -148,6 +148,23 @@ def status(
             print(view.as_json(said) if as_json else view.as_text(said))
 
 
+@app.command(epilog="Example: dora report quickstart-000 --json")
+def report(run: Run, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
+    """What a run did, from its archive: the summary, and whether stale groups were worse or only others."""
+    with _faults():
+        from pipelines import case_study
+        from pipelines import report as reports
+        from pipelines.config_file import read_resolved
+        from pipelines.runs import find_run
+
+        folder = find_run(run, runs_dir)
+        made, study = reports.summarise(read_resolved(folder), folder), case_study.case_study(folder)
+        if as_json:
+            print(json.dumps({"summary": made.model_dump(mode="json"), "case_study": study}))
+        else:
+            print(f"{reports.as_text(made)}\n{case_study.as_text(study)}")
+
+
 @app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')
 def tap(
     run: Run,
@@ -223,6 +240,37 @@ def doctor(as_json: AsJson = False) -> None:
                     + ("" if check.ok else f"  {check.advice}")
                 )
         raise typer.Exit(0 if all(check.ok for check in found) else 1)
+
+
+@app.command(epilog="Example: dora simulate --preset paper-64; dora simulate my_run.toml --calibrate-from my_run-000")
+def simulate(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; or use --preset.")] = None,
+    *,
+    preset: Annotated[str, typer.Option(metavar="NAME", help="paper-64, paper-128, paper-4096.")] = "",
+    modes: Annotated[str, typer.Option(metavar="A,B", help="Which modes to compare.")] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="A setting, cost.NAME, work.NAME, engines_total.")
+    ] = None,
+    sweep: Annotated[str, typer.Option(metavar="KEY=A,B,C", help="One table row for each value.")] = "",
+    calibrate_from: Annotated[str, typer.Option(metavar="RUN", help="Costs and lengths of a run's archive.")] = "",
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Least staleness and live groups that cost nothing.")
+    ] = False,
+    rollout: Annotated[int | None, typer.Option(metavar="N", help="Engines for rollout; else the best.")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Runs that a figure is the mean of.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots.")] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Plan: the orchestrator's own decisions in virtual time on a cost model, modes side by side."""
+    with _faults():
+        from pipelines.runs import find_run
+        from pipelines.simulate.ask import Ask
+        from pipelines.simulate.command import simulate as think
+
+        run_dir = find_run(calibrate_from, runs_dir) if calibrate_from else None
+        asked = Ask(config, preset, modes, overrides or (), run_dir, seeds, sweep, rollout)
+        think(asked, advice=advise, as_json=as_json, html=html)
 
 
 @app.command(epilog="Example: dora bench tap --json")
