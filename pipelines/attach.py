@@ -74,6 +74,7 @@ class _Attached:
             "PREFECT_LOGGING_LEVEL": "CRITICAL",
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         }
+        self._begun_at = clock.now_us()
         before = self._before()
         self._suspended = None if before is None else UUID(before["flow_run"])
         self._launch = Launch(folder, uuid.uuid4().hex if before is None else before["launch"])
@@ -173,7 +174,9 @@ class _Attached:
         run = self._launch.noted("run")
         if run is not None:
             with contextlib.suppress(FileNotFoundError):
-                view.show(snapshot.read(json.loads((Path(run["folder"]) / STATUS).read_text())))
+                said = json.loads((Path(run["folder"]) / STATUS).read_text())
+                if said["at"] >= self._begun_at:  # not what a former start said last
+                    view.show(snapshot.read(said))
 
     def _new(self, file: Path) -> str:
         """What it said since last time."""

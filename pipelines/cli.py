@@ -204,11 +204,11 @@ def tap(
         raise typer.Exit(130 if signals else 0)
 
 
-@app.command(epilog="Example: dora export quickstart-000 my-model --version 30")
+@app.command(epilog="Example: dora export quickstart-000 my-model")
 def export(
     run: Run,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    version: Annotated[int, typer.Option(help="Which version.", min=0)],
+    version: Annotated[int | None, typer.Option(help="Which version; without it the newest.", min=0)] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -218,8 +218,8 @@ def export(
         from pipelines.runs import find_run
 
         record = copy(find_run(run, runs_dir), version, folder)
-        said = {"folder": str(folder.resolve()), "version": version, "fingerprint": record.fingerprint}
-        print(json.dumps(said) if as_json else f"version {version} is in {folder}")
+        said = {"folder": str(folder.resolve()), "version": record.version, "fingerprint": record.fingerprint}
+        print(json.dumps(said) if as_json else f"version {record.version} is in {folder}")
 
 
 @app.command(epilog="Example: dora doctor --json")

@@ -12,17 +12,18 @@ from workers.transport.weights.store import Store
 MANIFEST = "manifest.json"
 
 
-def export(run_dir: Path, version: int, target: Path) -> WeightsRecord:
-    """Copy it to `target`, which must be new or empty. BadInput, WeightsUnavailable."""
+def export(run_dir: Path, version: int | None, target: Path) -> WeightsRecord:
+    """Copy it (None: the newest) to `target`, which must be new or empty. BadInput, WeightsUnavailable."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target} exists and is not empty: choose a new folder")
-    announced = _announced(run_dir)
+    announced, store = _announced(run_dir), Store(run_dir / "weights")
+    if version is None:
+        version = max(announced, default=0)
+    kept = ", ".join(map(str, store.versions())) or "none"
     if version not in announced:
-        known = f"0 to {max(announced)}" if announced else "none yet"
-        raise BadInput(f"run {run_dir.name} has announced no version {version} (announced: {known})")
-    store = Store(run_dir / "weights")
+        known = f"announced: 0 to {max(announced)}; kept: {kept}" if announced else "announced: none yet"
+        raise BadInput(f"run {run_dir.name} has announced no version {version} ({known})")
     if version not in store.versions():
-        kept = ", ".join(map(str, store.versions()))
         raise BadInput(
             f"the files of version {version} are gone (kept: {kept}); keep more with scheduling.weights_keep"
         )

@@ -202,7 +202,8 @@ def _signals(stop: StopRequest) -> Iterator[None]:
     """SIGINT and SIGTERM ask the run to stop, nothing more."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-    on_stop_signals(lambda got: stop.ask("cancelled", f"stopped by {signal.Signals(got).name}"))
+    why = {signal.SIGINT: "stopped by Ctrl-C", signal.SIGTERM: "stopped by Ctrl-C in its command, or by SIGTERM"}
+    on_stop_signals(lambda got: stop.ask("cancelled", why[signal.Signals(got)]))
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from pipelines.snapshot import EngineView, Snapshot
 
 POINTS_MAX = 150
 BAR = 12
+REASON_CHARACTERS_MAX = 120
 ENGINES_SHOWN_MAX = 16
 """More engines than this are shown by version."""
 _WIDE, _HIGH, _EDGE = 480, 160, 24
@@ -20,7 +21,7 @@ Rows = Iterator[tuple[str, str]]
 def line(snapshot: Snapshot) -> str:
     """One line for logs and terminals."""
     if snapshot.version is None:
-        return f"{snapshot.run}: starting (models are loaded)"
+        return f"{snapshot.run}: starting (models are loading)"
     goal = "" if snapshot.steps is None else f"/{snapshot.steps}"
     parts = [
         f"{snapshot.run}: step {snapshot.step}{goal}",
@@ -30,6 +31,8 @@ def line(snapshot: Snapshot) -> str:
         f"live groups {snapshot.queues.groups_live}",
         f"engines {' '.join(view.label for view in snapshot.engines.values()) or 'none yet'}",
     ]
+    if snapshot.voided:
+        parts.append(f"voided {sum(snapshot.voided.values())} groups (the last {_short(snapshot.voided_last)})")
     if snapshot.restarts:
         parts.append(f"restarts {snapshot.restarts}")
     return ", ".join(parts)
@@ -44,7 +47,7 @@ def markdown(snapshot: Snapshot) -> str:
         ("reward of the last batch", number(snapshot.reward)),
         ("tokens per second", f"{snapshot.tokens_per_second:.0f}"),
         ("live groups", f"{queues.groups_live} of {queues.groups_live_max}, {queues.groups_complete} complete"),
-        ("voided groups", sum(snapshot.voided.values())),
+        ("voided groups", _voided(snapshot)),
         ("lag of trained trajectories", counts(snapshot.lag)),
         ("engines lost, restarts", f"{snapshot.engines_lost}, {snapshot.restarts}"),
     ]
@@ -110,7 +113,18 @@ def snapshot_rows(now: Snapshot, *, live: bool) -> Rows:
     yield "waiting", _waiting(now)
     yield "moves", f"{now.moves:,} requests moved, {now.tokens_prefilled_again:,} tokens prefilled again"
     faults = f"{now.engines_lost} engines lost, {now.restarts} restarts, {now.dead_letters} dead letters"
-    yield "faults", faults + f"; voided groups: {counts(now.voided) if now.voided else 0}"
+    yield "faults", faults
+    yield "voided", _voided(now)
+
+
+def _voided(now: Snapshot) -> str:
+    said = f"groups: {counts(now.voided) if now.voided else 0}"
+    return f"{said}; the last {_short(now.voided_last)}" if now.voided_last else said
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= REASON_CHARACTERS_MAX else line[: REASON_CHARACTERS_MAX - 3] + "..."
 
 
 def _progress(now: Snapshot, *, live: bool) -> str:
@@ -125,7 +139,7 @@ def _progress(now: Snapshot, *, live: bool) -> str:
 
 def _engines(engines: Mapping[int, EngineView]) -> Rows:
     if not engines:
-        yield "engines", "none yet: models are loaded"
+        yield "engines", "none yet: models are loading"
         return
     label = "engines"
     if len(engines) <= ENGINES_SHOWN_MAX:
@@ -213,6 +227,8 @@ def summary_rows(made: Mapping[str, Any]) -> Rows:
         f"blocked by the oldest {percent(share['blocked_by_oldest'])}, deciding {percent(share['decide'])}",
     )
     yield "reward", f"{number(reward['first'])} at the first step, {number(reward['last'])} at the last"
+    if reward["heldout_before"] is None and reward["heldout_after"] is None:
+        return
     yield "held-out", f"{percent(reward['heldout_before'])} before, {percent(reward['heldout_after'])} after"
     if reward["unseen_before"] is not None:
         yield "never trained", f"{percent(reward['unseen_before'])} before, {percent(reward['unseen_after'])} after"

@@ -71,7 +71,7 @@ def _panel(snapshot: Snapshot) -> Any:
     queues = snapshot.queues
     engines = " ".join(view.label for view in snapshot.engines.values())
     table.add_row("newest version", "-" if snapshot.version is None else str(snapshot.version))
-    table.add_row("engines host", engines or "models are loaded")
+    table.add_row("engines host", engines or "models are loading")
     table.add_row("reward", pictures.number(snapshot.reward))
     table.add_row("tokens per second", f"{snapshot.tokens_per_second:.0f}")
     voided = sum(snapshot.voided.values())

@@ -19,7 +19,7 @@ def find_run(run: str, runs_dir: Path) -> Path:
     for folder in places:
         if (folder / RESOLVED).is_file():
             return folder.resolve()
-    parent = Path(run).parent if len(Path(run).parts) > 1 else runs_dir
+    parent = (Path(run).parent if len(Path(run).parts) > 1 else runs_dir).resolve()
     looked = " or ".join(dict.fromkeys(map(str, places)))
     raise BadInput(f"no run {run!r} (no {RESOLVED} in {looked}); {_nearest(Path(run).name, parent)}")
 

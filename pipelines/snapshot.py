@@ -63,6 +63,7 @@ class Snapshot:
     engines: dict[int, EngineView] = field(default_factory=dict)
     queues: Queues = Queues()
     voided: dict[str, int] = field(default_factory=dict)
+    voided_last: str = ""
     lag: dict[int, int] = field(default_factory=dict)
     lag_live: dict[int, int] = field(default_factory=dict)
     lag_complete: dict[int, int] = field(default_factory=dict)

@@ -124,11 +124,11 @@ def headline(status: Status) -> str:
     ago = "" if status.age_s is None else f"last word {pictures.duration(status.age_s)} ago"
     match status.state:
         case "starting":
-            return "starting: services and models are loaded"
+            return "starting: services and models are loading"
         case "running":
             late = f" ({ago})" if status.age_s is not None and status.age_s > QUIET_S_MAX else ""
             loading = status.now is not None and status.now.version is None
-            return ("starting: models are loaded" if loading else "running") + late
+            return ("starting: models are loading" if loading else "running") + late
         case "ending" if status.outcome is not None:
             return f"ending: {_outcome(status.outcome)}"
         case "lost":

@@ -216,7 +216,8 @@ class Supervisor:
         self._stop(archive, hurry, stop, CANCEL_ARCHIVE_LIMIT_S - spent)
         torn = [child for child in archive if child.ended() != 0]
         if outcome.kind in ("cancelled", "suspended") and torn:
-            return replace(outcome, reason=f"{outcome.reason} (the archive was cut short: its figures are too low)")
+            cut = "the archive was cut short: until a resume its figures may be too low"
+            return replace(outcome, reason=f"{outcome.reason} ({cut})")
         if outcome.kind == "done" and torn:
             story = f"the archive is not complete, {torn[0].log} ends with:\n{torn[0].last_lines()}"
             return Outcome("failed", f"{outcome.reason}, but {story}\n`--resume` completes it")

@@ -40,6 +40,7 @@ class Tally:
     def __init__(self) -> None:
         self.opened: dict[int, int] = {}
         self.voided: dict[int, str] = {}
+        self.voided_last = ""
         self.chosen: dict[int, list[tuple[int, int]]] = {}
         self.members: dict[int, list[dict[str, int]]] = {}
         self.trained_steps: set[int] = set()
@@ -183,6 +184,7 @@ class Tally:
     def _effect_void_group(self, effect: Mapping[str, Any]) -> None:
         if effect["group"] in self.opened:
             self.voided.setdefault(effect["group"], effect["reason"])
+            self.voided_last = f"{effect['reason']}: {effect['detail']}" if effect["detail"] else effect["reason"]
         self._forget([effect["group"]])
 
     def _effect_batch(self, effect: Mapping[str, Any]) -> None:
@@ -312,6 +314,7 @@ class Tally:
             engines=self.engine_views(),
             queues=Queues(groups_live_max=settings.live_max, **figures),
             voided=dict(Counter(self.voided.values())),
+            voided_last=self.voided_last,
             lag=self.lag_histogram(),
             lag_live=self.lag_now("live"),
             lag_complete=self.lag_now("complete"),

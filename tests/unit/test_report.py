@@ -184,6 +184,24 @@ def test_a_snapshot_in_mid_run_says_what_is_live_and_who_hosts_what(settings: Se
     assert "| live groups | 3 of 2, 1 complete |" in pictures.markdown(now)
 
 
+def test_the_line_of_progress_says_how_many_groups_were_voided_and_why_the_last_was(settings: Settings) -> None:
+    tally = Tally()
+    why = "sample 3: not scored: KeyError: " + "x" * 500
+    for record in _journal():
+        said = json.loads(record.model_dump_json().replace('"detail":""', f'"detail":"{why}"'))
+        tally.take(said)
+    line = pictures.line(tally.snapshot(settings, 2))
+    assert "voided 1 groups (the last failed: sample 3: not scored: KeyError: xxx" in line
+    assert line.endswith("...)")
+    assert "voided" not in pictures.line(Tally().snapshot(settings, 2))
+
+
+def test_a_summary_without_held_out_rows_does_not_speak_of_them(tmp_path: Path, settings: Settings) -> None:
+    run = tmp_path / "none"
+    run.mkdir()
+    assert "held-out" not in report.as_text(report.summarise(settings, run))
+
+
 def test_a_curve_of_many_steps_stays_small() -> None:
     svg = pictures.curve(tuple(n / 5000 for n in range(5000)), "reward")
     assert len(svg) < 5000
