@@ -109,8 +109,11 @@ class Checker(Progress):
             sample = self._sample(key.group, key.index, key.attempt)
             if sample is not None and sample.place == "out":
                 sample.place, sample.failures = "wait", sample.failures + 1
-        if effect.engine in self.successors:
-            self.books[effect.engine] = self.successors.pop(effect.engine)
+        later = self.successors.get(effect.engine, [])
+        if later:
+            self.books[effect.engine] = later.pop(0)
+        if not later:
+            self.successors.pop(effect.engine, None)
 
     def _say_issue(self, effect: m.Issue) -> None:
         if effect.group not in self.groups:

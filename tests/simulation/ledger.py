@@ -69,7 +69,8 @@ class Ledger:
         self.evaluating: dict[int, Life] = {}
         self.complete: dict[int, Life] = {}
         self.books: dict[int, Books] = {}
-        self.successors: dict[int, Books] = {}
+        self.successors: dict[int, list[Books]] = {}
+        """Later incarnations, in order, while the mind has not said that the one before is lost."""
         self.excused: set[tuple[int, int]] = set()
         self.sequences: dict[int, int] = {}
         self.made: list[int] = []
@@ -103,7 +104,7 @@ class Ledger:
 
     def heard(self, event: m.Event) -> None:
         engine, incarnation = getattr(event, "engine", None), getattr(event, "incarnation", None)
-        books = self.books.get(engine) if engine is not None else None
+        books = self._last(engine) if engine is not None else None
         if books is not None and books.gone:
             books = None
         if books is not None and books.incarnation == incarnation:
@@ -143,8 +144,12 @@ class Ledger:
             self.groups[number].status = "trained"
         self.chosen = []
 
+    def _last(self, engine: int) -> Books | None:
+        """The incarnation that the mind knows; what it decides after the end it says when the run goes on."""
+        return self.successors.get(engine, [self.books.get(engine)])[-1]
+
     def _joined(self, word: m.Joined) -> None:
-        books = self.books.get(word.engine)
+        books = self._last(word.engine)
         if books is not None and word.incarnation > books.incarnation:
             self.excused.add((word.engine, books.incarnation))
         if books is None or word.incarnation > books.incarnation:
@@ -152,7 +157,7 @@ class Ledger:
             if books is None:
                 self.books[word.engine] = new
             else:
-                self.successors[word.engine] = new
+                self.successors.setdefault(word.engine, []).append(new)
 
     def _hosting(self, books: Books, word: m.Hosting) -> None:
         if books.loading != word.version:
