@@ -4,6 +4,7 @@ Rule 1: rows count from 0 over all files of a dataset, lines of a JSONL file fro
 Rule 2: a file that is not what its name says is a BadInput with the file and what to do.
 """
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.runs import RESOLVED
 from workers.runtime.errors import BadInput
 
 BATCH_ROWS = 1024
@@ -32,7 +34,7 @@ class Found:
 def records(path: Path) -> Iterator[Found]:
     """The rows of a file or folder, in order. BadInput."""
     if not path.exists():
-        raise BadInput(f"{path}: no such file; dataset.path is looked up from the configuration's folder")
+        raise BadInput(no_such_file(path))
     try:
         if path.is_dir():
             yield from _of_tables(_folder(path))
@@ -42,6 +44,13 @@ def records(path: Path) -> Iterator[Found]:
             yield from _of_lines(path)
     except PermissionError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def no_such_file(path: Path) -> str:
+    """That it is not there, with the nearest name in its folder."""
+    there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.5)
+    return f"{path}: no such file{f': did you mean {near[0]}?' if near else ''}"
 
 
 def _of_lines(path: Path) -> Iterator[Found]:
@@ -55,7 +64,7 @@ def _of_lines(path: Path) -> Iterator[Found]:
 
 def _of_line(place: str, line: bytes) -> Found:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8").rstrip())  # or a fault at the end is one of the next line
     except UnicodeDecodeError as error:
         return Found(place, None, f"not UTF-8 (byte {error.start} of the line)")
     except json.JSONDecodeError as error:
@@ -77,9 +86,22 @@ def _folder(path: Path) -> list[Path]:
     files = sorted(path.glob("*.parquet"))
     if files:
         return files
-    below = sorted({str(file.parent.relative_to(path)) for file in path.rglob("*.parquet")})
-    hint = f"there are Parquet files in {', '.join(below[:3])}: name that folder" if below else _KINDS
-    raise BadInput(f"{path}: no data files in this folder: {hint}")
+    raise BadInput(f"{path}: no data files in this folder: {_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    """What to name instead of a folder without data files: JSONL files in it, folders below it, but no run's."""
+    lines = sorted(file.name for file in path.glob("*.jsonl"))
+    if lines:
+        return f"there are JSONL files in it ({', '.join(lines[:3])}): name one, e.g. {path / lines[0]}"
+    files = [file for file in path.rglob("*.parquet") if not _of_a_run(file, path)]
+    below = sorted({str(file.parent.relative_to(path)) for file in files})
+    return f"there are Parquet files in {', '.join(below[:3])}: name that folder" if below else _KINDS
+
+
+def _of_a_run(file: Path, top: Path) -> bool:
+    folders = [folder for folder in file.parents if folder == top or top in folder.parents]
+    return any((folder / RESOLVED).is_file() for folder in folders)
 
 
 def _saved(path: Path) -> list[Path]:

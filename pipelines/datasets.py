@@ -3,6 +3,7 @@
 Rule 1: whatever is wrong with a file is said with the file, the row and what to do; up to ten rows at once.
 Rule 2: a dataset's rows are a pure function of its settings and the run's seed.
 Columns: prompt, answer; optional max_new_tokens (int), metadata (object, or its JSON text), id (unique).
+All other columns with JSON values are added to the metadata under their names; the object's own keys win.
 """
 
 import json
@@ -12,11 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pipelines.dataset_files import records
+from pipelines.dataset_files import no_such_file, records
 from schemas.settings import Columns, Dataset, Settings
 from workers.runtime.errors import BadInput
 
 FAULTS_SHOWN_MAX = 10
+METADATA_BYTES_MAX = 64 << 10
 GYM = "reasoning_gym:"
 
 
@@ -29,6 +31,7 @@ class Row:
     answer: str
     max_new_tokens: int | None
     metadata: str
+    """A JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +44,36 @@ class Table:
     rows: tuple[Row, ...]
 
 
-def read_tables(settings: Settings) -> list[Table]:
-    """All datasets of a run, in the order of the configuration. BadInput."""
+def read_tables(settings: Settings, source: str = "") -> list[Table]:
+    """All datasets of a run, in the order of the configuration. BadInput; it names the file `source` if given."""
     tables: list[Table] = []
     names = settings.dataset_names()
     for place, (name, dataset) in enumerate(zip(names, settings.dataset, strict=True)):
         if dataset.task:
             rows = make_rows(dataset.task, dataset.rows, settings.seed + place)
+        elif not Path(dataset.path).exists():
+            key = key_of(source, f"dataset.{place}.path")
+            raise BadInput(
+                f"{key}: {no_such_file(Path(dataset.path))} (it is looked up from the configuration's folder)"
+            )
         else:
             rows = read_rows(Path(dataset.path), dataset.columns, dataset.rows)
         tables.append(Table(name, dataset.task or dataset.path, dataset, rows))
     return tables
 
 
-def read_rows(path: Path, columns: Columns, rows_max: int = 0) -> tuple[Row, ...]:
-    """The rows of a dataset's files, the first `rows_max` (0 = all). BadInput lists what is wrong."""
+def key_of(source: str, key: str) -> str:
+    """A key as faults begin with it: `my_run.toml: dataset.0.path`."""
+    return f"{source}: {key}" if source else key
+
+
+def read_rows(path: Path, columns: Columns, rows_max: int = 0, *, alone: bool = False) -> tuple[Row, ...]:
+    """The rows of a dataset's files, the first `rows_max` (0 = all). BadInput lists what is wrong; of a dataset `alone`
+    columns are named by options, not by a configuration."""
     rows: list[Row] = []
     faults: list[str] = []
     seen: dict[str, str] = {}
-    lacks = _Lacks(path, columns)
+    lacks = _Lacks(path, columns, alone)
     for found in islice(records(path), rows_max or None):
         try:
             if found.record is None:
@@ -106,8 +120,9 @@ class _BadRow(Exception):
 class _Lacks:
     """Columns that rows do not have at all: in one row its own mistake, in all rows a mistake of the mapping."""
 
-    def __init__(self, path: Path, columns: Columns) -> None:
+    def __init__(self, path: Path, columns: Columns, alone: bool) -> None:
         self._path, self._roles = path, {"prompt": columns.prompt, "answer": columns.answer}
+        self._advice = "--{0} NAME" if alone else '[dataset.columns] {0} = "..."'
         self._never = dict(self._roles)
         """Roles whose column no row had so far."""
         self._seen: set[str] = set()
@@ -126,7 +141,7 @@ class _Lacks:
             if self._seen:
                 raise BadInput(
                     f"{self._path}: there is no column {name!r} for the {role}; the columns are: {_names(self._seen)}. "
-                    f'Name the right one: [dataset.columns] {role} = "..."'
+                    f"Name the right one: {self._advice.format(role)}"
                 )
 
 
@@ -143,11 +158,12 @@ def _row(place: str, record: Mapping[str, Any], columns: Columns) -> Row:
     limit = record.get("max_new_tokens")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise _BadRow(f"max_new_tokens is {_shown(limit)}: a whole number from 1 on is needed")
-    return Row(place, prompt, str(answer), limit, _metadata(record.get("metadata")))
+    return Row(place, prompt, str(answer), limit, _metadata(record, columns))
 
 
-def _metadata(given: Any) -> str:
-    """Files without objects hold its JSON text."""
+def _metadata(record: Mapping[str, Any], columns: Columns) -> str:
+    """The object of the column `metadata` (files without objects hold its JSON text) and all columns of no role."""
+    given = record.get("metadata")
     metadata = {} if given is None else given
     if isinstance(metadata, str):
         try:
@@ -156,7 +172,27 @@ def _metadata(given: Any) -> str:
             metadata = given
     if not isinstance(metadata, dict):
         raise _BadRow(f"metadata is {_shown(given)}: an object is needed")
-    return json.dumps(metadata, ensure_ascii=False, default=str)
+    known = (columns.prompt, columns.answer, "max_new_tokens", "metadata", "id")
+    others = {name: value for name, value in record.items() if name not in known and _is_json(value)}
+    whole = others | metadata
+    text = json.dumps(whole, ensure_ascii=False, default=str)
+    size = len(text.encode("utf-8", "replace"))
+    if size > METADATA_BYTES_MAX:
+        largest = max(whole, key=lambda name: len(json.dumps(whole[name], default=str)))
+        raise _BadRow(
+            f"its metadata (columns of no other use, and `metadata`) is {size} bytes of JSON, the limit is "
+            f"{METADATA_BYTES_MAX}; the largest is {largest!r}: leave it out"
+        )
+    return text
+
+
+def _is_json(value: Any) -> bool:
+    """Dates, bytes and NaN of a Parquet file are not."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _refuse_double_id(record: Mapping[str, Any], place: str, seen: dict[str, str]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipelines.datasets import Table
+from pipelines.datasets import Row, Table
 from pipelines.tokens import PromptTokenizer
 from schemas.settings import Reward
 from workers.reward import graders
-from workers.reward.pool import Item, Limits, Pool
+from workers.reward.pool import Graded, Item, Limits, Pool
 from workers.runtime import clock
 from workers.runtime.errors import BadInput, DoraError
 
@@ -34,16 +34,19 @@ class Example:
     error: str = ""
 
 
-def examples(tables: Iterable[Table], model: Path | None, reward: Reward | None) -> list[Example]:
+def examples(tables: Sequence[Table], model: Path | None, reward: Reward | None) -> list[Example]:
     """The first rows of each table. BadInput; with `reward` they are graded."""
     tokenizer = None if model is None else PromptTokenizer(model)
     found = [
         _example(table, number, tokenizer) for table in tables for number in range(min(ROWS_SHOWN, len(table.rows)))
     ]
-    metadata = [row.metadata for table in tables for row in table.rows[:ROWS_SHOWN]]
     if tokenizer is None or reward is None:
         return found
-    return _graded(found, metadata, tokenizer, reward)
+    rows = [row for table in tables for row in table.rows[:ROWS_SHOWN]]
+    prompts = [
+        tokenizer.ids(row.prompt, table.settings.template) for table in tables for row in table.rows[:ROWS_SHOWN]
+    ]
+    return _graded(found, rows, prompts, tokenizer, reward)
 
 
 def _example(table: Table, number: int, tokenizer: PromptTokenizer | None) -> Example:
@@ -53,7 +56,13 @@ def _example(table: Table, number: int, tokenizer: PromptTokenizer | None) -> Ex
     return Example(f"{table.settings.purpose}:{table.name}", row.place, text, tokens, row.answer, table.settings.grader)
 
 
-def _graded(found: list[Example], metadata: Sequence[str], tokenizer: PromptTokenizer, reward: Reward) -> list[Example]:
+def _graded(
+    found: list[Example],
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    tokenizer: PromptTokenizer,
+    reward: Reward,
+) -> list[Example]:
     """In the same killable processes, under the same limits, as in a run."""
     asked = [place for place, example in enumerate(found) if example.answer and _reads_text(example.grader)]
     if not asked:
@@ -62,12 +71,12 @@ def _graded(found: list[Example], metadata: Sequence[str], tokenizer: PromptToke
     try:
         for place in asked:
             ids = tokenizer.ids(found[place].answer, "plain")
-            pool.submit(Item(place, found[place].grader, (), ids, found[place].answer, metadata[place]))
+            pool.submit(Item(place, found[place].grader, prompts[place], ids, rows[place].answer, rows[place].metadata))
         end = clock.monotonic_s() + GRADING_S_MAX
         while pool.pending and clock.monotonic_s() < end:
             for graded in pool.collect(1.0):
                 verdict = None if graded.verdict is None else graded.verdict.reward
-                found[graded.key] = replace(found[graded.key], verdict=verdict, error=graded.error or "")
+                found[graded.key] = replace(found[graded.key], verdict=verdict, error=_said(graded))
     except BadInput:
         raise
     except DoraError as error:
@@ -75,6 +84,10 @@ def _graded(found: list[Example], metadata: Sequence[str], tokenizer: PromptToke
     finally:
         pool.close()
     return found
+
+
+def _said(graded: Graded) -> str:
+    return f"{graded.error or ''}{f' ({graded.place})' if graded.place else ''}"
 
 
 def _reads_text(grader: str) -> bool:

@@ -44,7 +44,10 @@ from workers.reward.verdict import GradeInput
 
 
 def reward(item: GradeInput) -> float:
-    """1 for the right last word, a tenth for any number at all. `item.metadata` has the row's own fields."""
+    """1 for the right last word, a tenth for any number at all.
+
+    `item` has: text (the response), answer (the row's reference answer), metadata (a dict: the row's object `metadata`
+    and its columns of no other use, under their names), prompt_ids and response_ids (tuples of token ids)."""
     words = item.text.replace(".", " ").split()
     if words and words[-1] == item.answer:
         return 1.0

@@ -24,11 +24,10 @@ class Validated:
 
 def configuration(file: Path, overrides: Sequence[str], *, offline: bool) -> Validated:
     """BadInput."""
-    checked = validate.check_settings(config_file.read_settings(file, overrides), offline=offline)
-    model = Path(checked.settings.model) if checked.prompts else None
-    shown = examples.examples(checked.tables, model, checked.settings.reward)
-    notes = [*checked.notes, *examples.notes(shown)]
-    return Validated(file, checked.rows, notes, shown, {"prompt_tokens_max": checked.tokens_max})
+    settings = config_file.read_settings(file, overrides)
+    checked = validate.check_settings(settings, str(file), offline=offline, show=True)
+    notes = [*checked.notes, *examples.notes(checked.examples)]
+    return Validated(file, checked.rows, notes, list(checked.examples), {"prompt_tokens_max": checked.tokens_max})
 
 
 def dataset(path: Path, columns: Columns, model: str) -> Validated:

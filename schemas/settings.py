@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from schemas import wrong_values
 from schemas.topics import RUN_NAME
 
 PASSED_THROUGH = ("vllm", "megatron", "kafka")
@@ -62,7 +63,9 @@ class Scheduling(Section):
         "all", description="A sample over failures_max voids its group; partial = not while two others are left."
     )
     dynamic_sampling: bool = Field(False, description="Void groups whose outcomes do not vary (no_signal).")
-    voids_in_row_max: int = Field(256, ge=1, description="no_signal voids in a row until the run stops.")
+    voids_in_row_max: int = Field(
+        256, ge=1, description="Groups voided in a row, surplus ones apart, until the run stops."
+    )
     weights_keep: int = Field(2, ge=1, description="Versions kept beyond those that something needs.")
 
 
@@ -143,7 +146,8 @@ class Columns(Section):
 
 
 class Dataset(Section):
-    """Rows to train or evaluate on."""
+    """Rows to train or evaluate on. Columns of a row: `prompt`, `answer`; if you like `id` (unique), `max_new_tokens`,
+    `metadata` (an object). All others are added to the metadata, which graders read."""
 
     path: str = Field(
         "",
@@ -342,7 +346,7 @@ def parse_settings(text: str, source: str, overrides: Iterable[str] = ()) -> Set
         lines = []
         for fault in error.errors(include_url=False):
             where = ".".join(str(part) for part in fault["loc"])
-            lines.append(f"{source}: {where + ': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{source}: {where + ': ' if where else ''}{wrong_values.sentence(Settings, fault)}")
         raise SettingsError("\n".join(lines)) from error
 
 

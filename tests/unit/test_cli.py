@@ -224,7 +224,7 @@ def test_a_port_that_is_taken_is_not_asked_for(tmp_path: Path) -> None:
         ("group_size=0", "group_size: Input should be greater than or equal to 1"),
         ("group_size=1", "group_size = 1 gives a group-relative advantage (grpo) nothing to compare"),
         ("engines.count=0", "engines.count: Input should be greater than or equal to 1"),
-        ("engines.kind=none", "engines.kind: Input should be 'vllm' or 'paced'"),
+        ("engines.kind=none", 'engines.kind: "none" is none of vllm, paced: write kind = "vllm"'),
         ("epochs=3", "set exactly one of `steps` and `epochs`"),
         ("dataset=[{path='empty.jsonl'}]", "empty.jsonl: there are no rows in it"),
         ("dataset=[{path='null.jsonl'}]", "row 0 (line 1): prompt is null: a text is needed"),

@@ -1,6 +1,7 @@
 """The grader pool: whatever a grader does, every item comes back once and the others go on."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_every_way_to_fail_is_an_error_with_its_reason_and_the_rest_is_scored() 
         done = {answers[key]: graded for key, graded in all_of(pool).items()}
     assert done["0.5"].verdict == Verdict(0.5, 0.5, {})
     assert done["raise"].error == "KeyError: 'no such cell'"
+    assert re.fullmatch(r".*/grader_examples\.py:[0-9]+", done["raise"].place)
+    assert (done["die"].place, done["0.5"].place) == ("", "")
     assert done["die"].error == "the grader process ended: signal SIGKILL (reward.memory_mib = 2048)"
     assert done["eat"].error is not None
     assert "MemoryError" in done["eat"].error

@@ -76,6 +76,28 @@ def test_wrong_type_names_file_and_key() -> None:
     assert _error(SMALL, "engines.seats=many").startswith("a.toml: engines.seats: ")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("steps=three", 'steps: "three" is no whole number: write steps = 3'),
+        ("steps=2.5", "steps: 2.5 is no whole number: write steps = 3"),
+        ("engines.seats=many", 'engines.seats: "many" is no whole number: write seats = 32'),
+        ("reward.timeout_s=10s", 'reward.timeout_s: "10s" is no number: write timeout_s = 10.0'),
+        ("prefect.enabled=maybe", 'prefect.enabled: "maybe" is neither true nor false: write enabled = true'),
+        ("engines.kind=vlm", 'engines.kind: "vlm" is none of vllm, paced: write kind = "vllm"'),
+        ("name=5", 'name: 5 is no text: write name = "5"'),
+        ("model=[1]", 'model: [1] is no text: write model = "..."'),
+        ("dataset={path='a'}", "dataset: a table is no list of tables: write [[dataset]] above the keys of each"),
+        ("dataset=[3]", "dataset.0: 3 is no table: write [[dataset]] above its keys"),
+        ("dataset=[{path='a', columns=3}]", "dataset.0.columns: 3 is no table: write [dataset.columns] above its keys"),
+        ("engines=3", "engines: 3 is no table: write [engines] above its keys"),
+        ("vllm=3", "vllm: 3 is no table: write [vllm] above its keys"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_answered_with_what_to_write(override: str, said: str) -> None:
+    assert _error(SMALL, override) == f"a.toml: {said}"
+
+
 def test_several_faults_are_named_at_once() -> None:
     assert len(_error(SMALL, "engines.seats=0", "seed=-1").splitlines()) == 2
 
@@ -229,4 +251,4 @@ def test_two_datasets_of_one_name_are_told_apart_and_train_and_eval_share_it() -
 
 def test_every_key_of_our_own_has_a_default_but_the_model() -> None:
     said = _error("").splitlines()
-    assert [line for line in said if "Field required" in line] == ["a.toml: model: Field required"]
+    assert [line for line in said if "is missing" in line] == ["a.toml: model: is missing: write model = ..."]

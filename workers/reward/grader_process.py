@@ -3,7 +3,9 @@
     -> {"id", "grader", "prompt_ids", "response_ids", "answer", "metadata"}
     <- {"ready": true} once, or {"problem": text} and the end
     <- {"id", "grading": true}            the grader is loaded and called: its time limit starts here
-    <- {"id", "reward", "outcome", "parts"}  or  {"id", "error": text}
+    <- {"id", "reward", "outcome", "parts"}  or  {"id", "error": text, "place"}
+
+`place` is file:line where an own grader raised, or "".
 
 Rule 1: the channel is a private file descriptor: what a grader prints goes to stderr and harms nothing.
 Rule 2: an exception of a grader is an answer (`error`), not a death; only a MemoryError ends the process after it.
@@ -95,7 +97,7 @@ class GraderProcess:
             parts = dict(verdict.parts)
             self.say(id=request["id"], reward=verdict.reward, outcome=verdict.outcome, parts=parts)
             return True
-        self.say(id=request["id"], error=caught.text())
+        self.say(id=request["id"], error=caught.text(), place=graders.place_of(request["grader"], caught.error))
         return not isinstance(caught.error, MemoryError)
 
     def _load(self, name: str) -> Grader:

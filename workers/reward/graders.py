@@ -15,6 +15,8 @@ import importlib
 import json
 import math
 import re
+import sys
+import traceback
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +30,25 @@ _BUILT_IN = ("last_integer", "math_verify", "reasoning_gym:<task>", "module:func
 # Digits with groups of three ("1,234") or without, and what follows a point.
 _NUMBER = re.compile(r"(?<![0-9.])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)*")
 _MINUS = "-\u2212\u2013"
+
+
+def is_own(name: str) -> bool:
+    """A person's own `module:function`, not one that comes with dora."""
+    return ":" in name and not name.startswith(("reasoning_gym:", "workers."))
+
+
+def place_of(name: str, error: BaseException) -> str:
+    """`file:line` of the last frame in the own grader's file, of its module if no frame is there; "" for others."""
+    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None) if is_own(name) else None
+    if file is None:
+        return ""
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return f"{file}:{lines[-1]}" if lines else _defined(name, file)
+
+
+def _defined(name: str, file: str) -> str:
+    code = getattr(load(name), "__code__", None)
+    return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == file else file
 
 
 def needs_text(grader: Grader) -> bool:

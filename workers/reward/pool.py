@@ -62,11 +62,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """What became of an item: a verdict or an error."""
+    """What became of an item: a verdict or an error. `place` is file:line where an own grader raised, or ""."""
 
     key: int
     verdict: Verdict | None
     error: str | None
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +252,17 @@ class Pool:
             return
         error = said.get("error")
         verdict = None if error else Verdict(said["reward"], said["outcome"], said["parts"])
-        self._finish(child, verdict, self._with_limit(error) if error else None)
+        self._finish(child, verdict, self._with_limit(error) if error else None, said.get("place", ""))
         child.state, child.deadline = "idle", float("inf")
 
     def _with_limit(self, error: str) -> str:
         memory = "MemoryError" in error
         return f"{error} (reward.memory_mib = {self._limits.memory_mib})" if memory else error
 
-    def _finish(self, child: _Child, verdict: Verdict | None = None, error: str | None = None) -> None:
+    def _finish(self, child: _Child, verdict: Verdict | None = None, error: str | None = None, place: str = "") -> None:
         if child.item is None:
             return  # it was idle
-        self._done.append(Graded(child.item.key, verdict, error))
+        self._done.append(Graded(child.item.key, verdict, error, place))
         del self._tries[child.item.key]
         child.item = None
 
