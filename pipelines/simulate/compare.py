@@ -99,25 +99,27 @@ def at_best(case: Deployment, tried: dict[int, float], together: Many) -> Found:
     """At the best split that was tried, or with more engines for rollout if the first seed's step is shorter so."""
     tapes: dict[int, Tape] = {}
     minutes: dict[int, float] = {}
-    coming = _upwards(case, ranked(tried)[0]) if len(tried) > 1 else list(tried)
+    coming = ranked(tried)[:1]
     while coming:
         jobs = [Job(case, Split(rollout, case.engines_total), 0) for rollout in coming]
         tapes.update(zip(coming, together(jobs), strict=True))
-        for job in jobs:
-            tape = tapes[job.split.rollout]
-            minutes[job.split.rollout] = _figures(case, job.split, [tape]).step_minutes
+        minutes |= {
+            job.split.rollout: _figures(case, job.split, [tapes[job.split.rollout]]).step_minutes for job in jobs
+        }
         best = ranked(minutes)[0]
-        more = len(tried) > 1 and best == max(minutes)
-        coming = _upwards(case, best + _fine(case)) if more else []
+        coming = _upwards(case, best, minutes[best]) if len(tried) > 1 and best == max(minutes) else []
     split = Split(best, case.engines_total)
     others = together([Job(case, split, seed) for seed in range(1, case.seeds)])
     mine = _figures(case, split, [tapes[best], *others])
     return Found(mine, tapes[best], case.warm_up, tried if len(tried) > 1 else {})
 
 
-def _upwards(case: Deployment, rollout: int) -> list[int]:
-    """This number of engines for rollout and the next, if the trainer has one left."""
-    return [more for more in (rollout, rollout + _fine(case)) if more < (case.engines_total or 0)]
+def _upwards(case: Deployment, rollout: int, minutes: float) -> list[int]:
+    """The next two numbers of engines for rollout whose work bound lets a step be shorter than `minutes`."""
+    splits = [Split(rollout + more * _fine(case), case.engines_total) for more in (1, 2)]
+    there = [split for split in splits if split.rollout < (case.engines_total or 0)]
+    seats = case.settings.engines.seats
+    return [split.rollout for split in there if bound_s(case.cost, split, case.step_tokens, seats) < 60 * minutes]
 
 
 def _fine(case: Deployment) -> int:
