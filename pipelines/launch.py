@@ -64,7 +64,7 @@ def ready(settings: Settings, source: str, resume: bool, *, checked: bool = Fals
             f"{source}: run {settings.name} exists already in {settings.runs_dir}: go on with it by --resume, "
             "or choose another name"
         )
-    return settings if checked else validate.check_settings(settings).settings
+    return settings if checked else validate.check_settings(settings, source).settings
 
 
 def run(settings: Settings, stem: str, resume: bool, onlooker: Onlooker | None = None) -> Outcome:

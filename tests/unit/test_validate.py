@@ -50,8 +50,7 @@ def test_an_own_grader_that_can_judge_no_answer_is_refused_with_its_line(
     assert f"{tmp_path / 'rows.jsonl'}, e.g. row 0 (line 1), answer '0': " in done.stderr
     assert said in done.stderr
     assert f"({tmp_path / 'own_reward.py'}:{line})" in done.stderr
-    if command == "validate":
-        assert done.stderr.startswith(f"dora: {config}: dataset.0.grader: ")
+    assert done.stderr.startswith(f"dora: {config}: dataset.0.grader: ")
     assert not (tmp_path / "runs").exists()
 
 
