@@ -1,6 +1,7 @@
 """A deleted topic is forgotten: nobody asks the broker for it any more (26 times a second, before)."""
 
 import logging
+from collections.abc import Iterable
 
 import pytest
 from kafka import TopicPartition
@@ -44,6 +45,40 @@ def test_nobody_asks_for_a_deleted_topic(broker_address: str, caplog: pytest.Log
     asked = [record for record in caplog.records if "not found" in record.getMessage()]
     assert len(asked) <= 2, f"asked {len(asked)} times for a topic that is gone"
     reader.commit()
+    reader.close()
+    producer.close()
+    bus.close()
+
+
+def test_a_topic_deleted_between_two_questions_costs_no_commit(
+    broker_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive commits while the orchestrator deletes what is archived: it ended with exit code 1, before."""
+    bus = KafkaBus(broker_address, {}, 1, 30.0)
+    names = ["dora.between.stays", "dora.between.goes"]
+    bus.make_topics([TopicSpec(name, 1) for name in names])
+    producer, reader = bus.producer(), bus.reader("between")
+    for name in names:
+        producer.send(name, b"x", {})
+        reader.add(name, 0, "earliest")
+    producer.flush(10)
+    seen = 0
+    while seen < 2:
+        records = reader.poll(10_000)
+        assert records, "no record within 10 s"
+        seen += len(records)
+    count, deleted = bus._counts, []
+
+    def counts(asked: Iterable[str] | None) -> dict[str, int]:
+        found = count(asked)
+        if not deleted:
+            deleted.append(names[1])
+            bus.delete_topics(deleted)
+        return found
+
+    monkeypatch.setattr(bus, "_counts", counts)
+    reader.commit()
+    assert bus.committed("between", names[0]) == {0: 1}
     reader.close()
     producer.close()
     bus.close()

@@ -190,8 +190,14 @@ class KafkaBus:
     def ends(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The end offsets of those that exist: readers see committed records below them, none above."""
         places = list(places)
-        counts = self._counts({place.topic for place in places}) if places else {}
-        return self._offsets([p for p in places if p.partition < counts.get(p.topic, 0)], OffsetSpec.LATEST)
+        while True:
+            counts = self._counts({place.topic for place in places}) if places else {}
+            there = [place for place in places if place.partition < counts.get(place.topic, 0)]
+            try:
+                return self._offsets(there, OffsetSpec.LATEST)
+            except BusUnavailable:
+                if not self._deleted(sorted({place.topic for place in there})):
+                    raise  # else one went between the two questions: ask for the others
 
     def start_offset(self, group: str | None, place: TopicPartition, start: Start) -> int:
         if isinstance(start, int):
