@@ -168,9 +168,9 @@ def grade(item):
 
 @pytest.mark.full
 def test_a_resumed_run_gets_past_a_prompt_of_which_one_answer_is_graded_for_ever(tmp_path: Path) -> None:
-    """A02: one member of a group of 8 sleeps for ever; checkpoint; resume."""
+    """A02: one member of a group of 8 sleeps for ever; checkpoint; resume. (Its row is none that the check tries.)"""
     (tmp_path / "poison.py").write_text(_POISON)
-    rows = [{"prompt": f"say {number}", "answer": "poison" if number == 0 else ""} for number in range(12)]
+    rows = [{"prompt": f"say {number}", "answer": "poison" if number == 5 else "fine"} for number in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = (
         f'dataset=[{{path = "{tmp_path}/rows.jsonl", grader = "poison:grade"}}]',
