@@ -50,6 +50,32 @@ def test_nobody_asks_for_a_deleted_topic(broker_address: str, caplog: pytest.Log
     bus.close()
 
 
+def test_a_producer_rests_after_a_topic_that_it_wrote_to_is_deleted(
+    broker_address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It looked for the leader of what is gone without a pause, which was half of a core, before."""
+    bus = KafkaBus(broker_address, {}, 1, 30.0)
+    names = ["dora.rests.stays", "dora.rests.goes"]
+    bus.make_topics([TopicSpec(name, 1) for name in names])
+    producer, reader = bus.producer(), bus.reader()
+    reader.add(names[0], 0, "earliest")
+    for name in names:
+        producer.send(name, b"x", {})
+    producer.flush(10)
+    bus.delete_topics(names[1:])
+    bus.make_topics([TopicSpec("dora.rests.new", 1)])  # the producer hears that the other is gone
+    with caplog.at_level(logging.DEBUG, logger="kafka.producer.sender"):
+        producer.send(names[0], b"y", {})
+        producer.flush(10)
+        while reader.poll(1_000):  # a second without a record, in which it might look
+            pass
+    looks = [record for record in caplog.records if "Unknown leaders" in record.getMessage()]
+    assert len(looks) <= 2, f"looked {len(looks)} times for the leader of what is gone"
+    reader.close()
+    producer.close()
+    bus.close()
+
+
 def test_a_topic_deleted_between_two_questions_costs_no_commit(
     broker_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

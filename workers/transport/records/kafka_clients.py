@@ -166,6 +166,7 @@ class KafkaSender:
         self._transactional = transactional
         self._open = False
         self._closed = False
+        self._forgotten: set[str] = set()
         self._in_flight: deque[_Sent] = deque()
         self._bytes = 0
 
@@ -221,13 +222,22 @@ class KafkaSender:
 
     def touch(self, topic: str) -> None:
         """Learn of a fresh topic now; else its first record would wait for that. Any thread may call it."""
+        self._forgotten.discard(topic)
         if not self._closed:
             with kafka_errors_of(self._broker.address):
                 self._client.partitions_for(topic)
 
     def forget(self, topics: Iterable[str]) -> None:
-        """These topics are deleted."""
-        forget(self._client._metadata, topics)
+        """These topics are deleted. The client keeps a queue for each partition that it ever sent to, and looks without
+        a pause for the leaders of all: half a core, once one of them is gone. Its own thread may bring an empty queue
+        back that it is just looking at, so those of earlier times are looked for again."""
+        self._forgotten.update(topics)
+        forget(self._client._metadata, self._forgotten)
+        queues = self._client._accumulator
+        for place in [place for place in list(queues._batches) if place.topic in self._forgotten]:
+            with queues._tp_lock(place):
+                if not queues._batches[place]:
+                    del queues._batches[place]
 
     def close(self) -> None:
         self._closed = True
