@@ -27,6 +27,7 @@ from workers.transport.records.bus import Bus, BusUnavailable, Reader, Record
 
 POLL_MS_MAX = 500
 DISCOVER_PERIOD_S = 1.0
+GATHER_MS = 500
 ANSWER_S_MAX = 5.0
 """A broker that does not answer for this long is away."""
 AWAY_PAUSE_S = 0.5
@@ -130,7 +131,7 @@ class Source:
         if broker is None:
             return  # it has not started yet
         with self._open_bus(self._settings, broker) as bus:
-            reader = bus.reader()
+            reader = bus.reader(gather_ms=GATHER_MS if self._follow else 0)
             try:
                 yield from self._read(bus, reader)
             finally:

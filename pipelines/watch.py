@@ -67,7 +67,7 @@ class Watcher(threading.Thread):
 
     def _follow(self) -> None:
         with (self._run_dir / "metrics.jsonl").open("w") as metrics:
-            reader = self._bus.reader()
+            reader = self._bus.reader(gather_ms=POLL_MS)
             for kind in _FOLLOWED:
                 reader.add(self._topics.of(kind), 0, self._control_from if kind == "control" else "earliest")
             producer = self._bus.producer()

@@ -57,7 +57,9 @@ TRAJECTORY = pa.schema([pa.field(name, kind, nullable=name in NULLABLE) for name
 COMPLETION = pa.schema([pa.field(f.name, f.type, nullable=f.nullable or f.name == "scored_at") for f in TRAJECTORY])
 """As TRAJECTORY, but not scored yet: `scored_at` may be null too."""
 _READ = pa.schema([pa.field(f.name, f.type) for f in TRAJECTORY])
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+# One record is small: threads of pyarrow's own would cost more than they save.
+_WRITE_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
+_READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 Row = Mapping[str, Any]
 
@@ -67,7 +69,7 @@ def to_bytes(rows: Sequence[Row], schema: pa.Schema = TRAJECTORY) -> bytes:
     assert len({row["version"] for row in rows}) == 1, "one record holds rows of one version"
     table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
+    with pa.ipc.new_stream(sink, schema, options=_WRITE_OPTIONS) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue().to_pybytes())
 
@@ -76,15 +78,17 @@ def to_table(value: bytes) -> pa.Table:
     """The rows of a record; any column may hold nulls, others than ours are dropped. ValueError if the bytes are no
     Arrow stream, or columns are missing or of another type."""
     try:
-        with pa.ipc.open_stream(value) as reader:
+        with pa.ipc.open_stream(value, options=_READ_OPTIONS) as reader:
             table = reader.read_all()
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"not an Arrow stream: {error}") from error
-    missing = [name for name in TRAJECTORY.names if name not in table.column_names]
+    there = set(table.column_names)
+    missing = [name for name in TRAJECTORY.names if name not in there]
     if missing:
         raise ValueError(f"columns missing: {', '.join(missing)}")
     try:
-        return table.select(_READ.names).cast(_READ)
+        ours = table.select(_READ.names)
+        return ours if ours.schema.types == _READ.types else ours.cast(_READ)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ValueError(f"a column of another type: {error}") from error
 

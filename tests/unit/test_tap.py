@@ -302,9 +302,9 @@ class _Forgetful(MemoryBus):
             self.delete_topics([TOPICS.requests(0)])
         return found
 
-    def reader(self, group: str | None = None) -> Any:
+    def reader(self, group: str | None = None, gather_ms: int = 0) -> Any:
         """As Kafka's: a topic that is not there cannot be added."""
-        reader, there = super().reader(group), super().topics
+        reader, there = super().reader(group, gather_ms), super().topics
         add = reader.add
 
         def checked(topic: str, partition: int, start: Any) -> None:

@@ -90,7 +90,7 @@ class Archive:
         self._limits = roll
         self._bus = bus
         self._folder = process.run_dir / "archive"
-        self._reader = bus.reader(process.topics.group("archive"))
+        self._reader = bus.reader(process.topics.group("archive"), POLL_MS_MAX)
         self._reading: set[tuple[str, int]] = set()
         self._waiting = _Waiting()
         self._discovered_at = float("-inf")

@@ -114,8 +114,9 @@ class Bus(Protocol):
     def producer(self, transactional_id: str | None = None) -> Producer:
         """With an id: transactional, and any older producer with that id is fenced."""
 
-    def reader(self, group: str | None = None) -> Reader:
-        """Partitions by `add`; `group` is only a name to commit under."""
+    def reader(self, group: str | None = None, gather_ms: int = 0) -> Reader:
+        """Partitions by `add`; `group` is only a name to commit under. With `gather_ms` records may come so much later,
+        many at once: for those who follow a run, so that it does not notice (each answer costs the broker, too)."""
 
     def subscribe(self, group: str, topics: Sequence[str]) -> Reader:
         """A member of a consumer group that shares the topics' partitions (`add` and `remove` are refused). Starts at

@@ -29,6 +29,8 @@ from workers.transport.records.kafka_clients import (
 )
 
 CONNECT_S_MAX = 30.0
+GATHER_BYTES = 1 << 20
+"""A reader that gathers is answered earlier once so much waits for it."""
 _PAUSE_S = 0.02
 _MISSING = kafka_errors.UnknownTopicOrPartitionError.errno
 _EXISTS = kafka_errors.TopicAlreadyExistsError.errno
@@ -130,8 +132,10 @@ class KafkaBus:
         with kafka_errors_of(self.address):
             return KafkaConsumer(**self._options(KafkaConsumer, {**_READS, **ours}))
 
-    def reader(self, group: str | None = None) -> KafkaReader:
-        return KafkaReader(self, self.consumer(group_id=group, auto_offset_reset="none"), group, member=False)
+    def reader(self, group: str | None = None, gather_ms: int = 0) -> KafkaReader:
+        gather = {"fetch_max_wait_ms": gather_ms, "fetch_min_bytes": GATHER_BYTES} if gather_ms else {}
+        client = self.consumer(group_id=group, auto_offset_reset="none", **gather)
+        return KafkaReader(self, client, group, member=False)
 
     def subscribe(self, group: str, topics: Sequence[str]) -> KafkaReader:
         client = self.consumer(group_id=group, auto_offset_reset="earliest")

@@ -81,7 +81,7 @@ class MemoryBus:
                 self.newest[transactional_id] = producer
             return producer
 
-    def reader(self, group: str | None = None) -> "MemoryReader":
+    def reader(self, group: str | None = None, gather_ms: int = 0) -> "MemoryReader":  # noqa: ARG002
         return MemoryReader(self, group, None)
 
     def subscribe(self, group: str, topics: Sequence[str]) -> "MemoryReader":
