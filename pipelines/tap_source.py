@@ -26,7 +26,7 @@ from workers.taps import archive
 from workers.transport.records.bus import Bus, BusUnavailable, Reader, Record
 
 POLL_MS_MAX = 500
-DISCOVER_PERIOD_S = 1.0
+DISCOVER_PERIOD_S = 2.0
 GATHER_MS = 500
 ANSWER_S_MAX = 5.0
 """A broker that does not answer for this long is away."""

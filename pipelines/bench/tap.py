@@ -30,8 +30,8 @@ from pipelines.tap import tap
 from workers.runtime import clock
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny.toml"
-WINDOWS = 12
-WINDOW_S = 15.0
+WINDOWS = 24
+WINDOW_S = 12.0
 LONG_STOP_S = 60.0
 LIMIT_S = 300.0
 STEPS_BEFORE = 3

@@ -140,7 +140,7 @@ def test_a_record_that_cannot_be_read_is_kept_raw_and_the_rest_goes_on(tmp_path:
         f"metrics.0.{1:020d}.arrow",
     ]
     assert kept[f"completions.0.{0:020d}.arrow"]["value"] == b"no arrow"
-    assert "non-nullable" in kept[f"completions.0.{1:020d}.arrow"]["reason"]
+    assert "prompt_ids is null" in kept[f"completions.0.{1:020d}.arrow"]["reason"]
     assert "UnicodeDecodeError" in kept[f"metrics.0.{0:020d}.arrow"]["reason"]
 
 

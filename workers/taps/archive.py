@@ -173,10 +173,14 @@ class Archive:
 
 def _token_table(kind: str, record: Record) -> pa.Table:
     """A record of token rows as rows of its archive file. ValueError."""
-    rows = arrow.to_table(record.value)
-    for column, value in zip(_WHERE, (record.partition, record.offset), strict=True):
-        rows = rows.append_column(column, pa.array([value] * rows.num_rows, column.type))
-    return rows.cast(_TOKEN_SCHEMAS[kind])
+    rows, schema = arrow.to_table(record.value), _TOKEN_SCHEMAS[kind]
+    columns = rows.columns
+    for one, value in zip(_WHERE, (record.partition, record.offset), strict=True):
+        columns.append(pa.chunked_array([pa.array([value] * rows.num_rows, one.type)]))
+    for one, column in zip(schema, columns, strict=True):
+        if column.null_count and not one.nullable:
+            raise ValueError(f"{one.name} is null")
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _text(record: Record) -> dict[str, Any]:
