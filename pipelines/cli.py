@@ -277,6 +277,11 @@ def simulate(
 def bench(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Without one: which there are.")] = "",
     as_json: AsJson = False,
+    *,
+    runs: Annotated[Path | None, typer.Option(metavar="DIR", help="learn: folder of its runs' folders.")] = None,
+    modes: Annotated[str | None, typer.Option(metavar="A,B", help="learn: such as sync-k0,dora-k2.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="1,2,3", help="learn: seeds of each mode.")] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="learn: of runs to be made; 0 = make none.")] = None,
 ) -> None:
     """Measure this machine: ratios within one run."""
     with _faults():
@@ -285,7 +290,7 @@ def bench(
         if not name:
             print("\n".join(f"{name:<8} {what}" for name, what in benches.NAMES.items()))
             return
-        found = benches.measure(name)
+        found = benches.measure(name, runs=runs, modes=modes, seeds=seeds, steps=steps)
         if as_json:
             print(json.dumps(found))
         else:

@@ -5,6 +5,7 @@ Pure text, no library. Every plot has at most POINTS_MAX points, so that a repor
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pipelines import pictures
@@ -13,6 +14,8 @@ from pipelines.snapshot import Snapshot
 from pipelines.supervise import Outcome
 
 _WIDE, _HIGH, _EDGE = 480, 160, 24
+_TALL = 300
+"""Of a plot of several lines."""
 _COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#0ea5e9", "#84cc16", "#ec4899")
 
 
@@ -115,6 +118,51 @@ def areas(moments: Sequence[tuple[float, Mapping[int, int]]], title: str) -> str
     drawn.append(f'<text x="{_EDGE}" y="{_HIGH - 6}">{start:.0f} s .. {end:.0f} s; now {newest}</text>')
     drawn.append(f'<text x="2" y="{_EDGE + 4}">{most}</text>')
     return _svg(_HIGH, title, "".join(drawn))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points (x, y) in order of x; `half` > 0 shades y - half .. y + half."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    half: float = 0.0
+
+
+def lines(drawn: Sequence[Line], title: str) -> str:
+    """An SVG of several lines on the same axes, with their names below; colours go round."""
+    points = [point for line in drawn for point in line.points]
+    lows = [y - line.half for line in drawn for _, y in line.points]
+    highs = [y + line.half for line in drawn for _, y in line.points]
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(lows), max(highs)
+    wide, tall = _WIDE - 2 * _EDGE, _TALL - 3 * _EDGE
+
+    def place(x: float, y: float) -> str:
+        across, up = (x - left) / ((right - left) or 1.0), (y - low) / ((high - low) or 1.0)
+        return f"{_EDGE + across * wide:.1f},{_EDGE + (1 - up) * tall:.1f}"
+
+    shapes = []
+    for number, line in enumerate(drawn):
+        colour = _COLOURS[number % len(_COLOURS)]
+        if line.half:
+            above = [place(x, y + line.half) for x, y in line.points]
+            below = [place(x, y - line.half) for x, y in reversed(line.points)]
+            shapes.append(f'<polygon fill="{colour}" opacity="0.15" points="{" ".join([*above, *below])}"/>')
+        path = " ".join(place(x, y) for x, y in line.points)
+        shapes.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+        at = _EDGE + number * wide / max(1, len(drawn))
+        shapes.append(f'<text x="{at:.1f}" y="{_TALL - 6}" fill="{colour}">{line.name}</text>')
+    foot = _TALL - 2 * _EDGE + 14
+    for x, y, text in ((2, _EDGE + 4, high), (2, foot - 14, low), (_EDGE, foot, left), (_WIDE - _EDGE, foot, right)):
+        shapes.append(f'<text x="{x}" y="{y}">{text:.3g}</text>')
+    return _svg(_TALL, title, "".join(shapes))
+
+
+def stacked(svgs: Sequence[str]) -> str:
+    """One SVG of several of `lines`, from top to bottom."""
+    inner = "".join(svg.replace("<svg ", f'<svg y="{place * _TALL}" ', 1) for place, svg in enumerate(svgs))
+    return _svg(_TALL * len(svgs), "", inner)
 
 
 def _svg(high: int, title: str, inner: str) -> str:
