@@ -7,15 +7,14 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pipelines.models import Family
 from schemas.settings import Settings
 from workers.runtime.errors import BadInput
+from workers.trainer.learners.hf_config import refusal
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER_BYTES_MAX = 100 << 20
-FAMILIES = get_args(Family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ def look(folder: Path, settings: Settings) -> ModelFolder:
     config = _json(folder / "config.json")
     _refuse_short_context(settings, folder, config)
     parameters = 0
-    if settings.training.kind == "megatron" and config.get("model_type") not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise BadInput(f"model: {folder}: model_type {config.get('model_type')!r} cannot be trained; known are {known}")
+    if settings.training.kind == "megatron" and (reason := refusal(config)):
+        raise BadInput(f"model: {folder / 'config.json'}: {reason}")
     if settings.engines.kind == "vllm" or settings.training.kind == "megatron":
         parameters = sum(_parameters(file) for file in _weight_files(folder))
     return ModelFolder(folder, config, parameters)

@@ -9,9 +9,9 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 TINY_VOCABULARY = 512
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -44,9 +44,12 @@ def resolve_model(model: str, cache: Path) -> Path:
 
 
 def write_tiny(
-    folder: Path, family: Family = "llama", *, tied: bool = True, seed: int = 0, dtype: str = "float32"
+    folder: Path, family: Family = "llama", *, tied: bool = True, seed: int = 0, dtype: str = "float32", **changes: Any
 ) -> None:
-    """Write a random 2-layer model (hidden 64, head_dim 32, vocabulary 512); norms and biases are not 1 and 0."""
+    """Write a random 2-layer model (hidden 64, head_dim 32, vocabulary 512); norms and biases are not 1 and 0.
+
+    `changes` are keys of its configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +66,8 @@ def write_tiny(
         "eos_token_id": 257,
         "pad_token_id": 258,
         "tie_word_embeddings": tied,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **changes,
     }
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).to(torch.float32)

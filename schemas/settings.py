@@ -106,6 +106,7 @@ class Training(Section):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises.")
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward pass; a shared prompt counts once.")
+    packing: bool = Field(True, description="false = each sample filled up to the longest beside it; the same result.")
     threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     checkpoints_keep: int = Field(2, ge=1, description="Checkpoints kept.")

@@ -5,9 +5,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelines.models import write_tiny
 from schemas.settings import Settings
 from workers.trainer.learners.base import Sample
+from workers.trainer.learners.hf_config import LLAMA3_ROPE
 from workers.trainer.learners.megatron_learner import MegatronLearner
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0} | LLAMA3_ROPE
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-tied": {"family": "llama"},
+    "llama-untied": {"family": "llama", "tied": False},
+    "llama-no-groups": {"family": "llama", "num_attention_heads": 4, "num_key_value_heads": 4},
+    "llama3-rope": {"family": "llama", "tied": False, "rope_parameters": LLAMA3},
+    "mistral": {"family": "mistral", "tied": False},
+    "qwen2-tied": {"family": "qwen2"},
+    "qwen2.5-untied": {"family": "qwen2", "tied": False, "hidden_size": 128} | FOUR_HEADS,
+    "qwen3-tied": {"family": "qwen3"},
+    "qwen3-untied": {"family": "qwen3", "tied": False} | FOUR_HEADS,
+}
+"""Arguments of `write_tiny`: biases, norms of queries and keys, tied heads, and 1, 2 or 4 queries per key."""
+
+
+def write_family(folder: Path, name: str, **changes: Any) -> None:
+    write_tiny(folder, **{"seed": 3, **FAMILIES[name], **changes})
+
+
+def hf_model(folder: Path, dtype: str = "float32") -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
 
 def learner_of(

@@ -15,6 +15,7 @@ from schemas.ids import RequestKey, sampling_seed
 from schemas.messages import RequestRecord, WeightsRecord
 from schemas.settings import Dataset, Engines, Sampling, Settings
 from workers.rollout.engines.base import Engine, Load, Tokens
+from workers.transport.weights.store import Published
 
 ANSWER_S_MAX = 240.0
 Answer = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
@@ -285,7 +286,12 @@ def publish_folder(
     made = Store(root / "weights").publish(
         version, read_tensors(source), model_folder=source, probe_logprobs=probe, dtype=dtype
     )
-    record = WeightsRecord(
+    return announcement(version, made), Path(made.location.removeprefix("file://"))
+
+
+def announcement(version: int, made: Published) -> WeightsRecord:
+    """What the trainer would say of a published version."""
+    return WeightsRecord(
         run="test",
         version=version,
         step=version - 1 if version else None,
@@ -296,7 +302,6 @@ def publish_folder(
         fingerprint=made.fingerprint,
         created_at=0,
     )
-    return record, Path(made.location.removeprefix("file://"))
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,15 @@ from typing import Any
 from schemas.settings import Settings
 
 CHAT = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+MODEL_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 258,
+    "max_position_embeddings": 4096,
+}
 
 
 def write_model(folder: Path) -> Path:
@@ -22,7 +31,7 @@ def write_model(folder: Path) -> Path:
     tokenizer.add_special_tokens(["<u>", "<a>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
     return folder
 
 

@@ -51,6 +51,12 @@ def _other_family(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
 
 
+def _other_rope(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    (model / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+
+
 def _only_a_bin(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
 
@@ -69,7 +75,8 @@ def _only_a_bin(model: Path) -> None:
         (lambda model: (model / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not JSON"),
         (_cut, "its header speaks of"),
         (_only_a_bin, "it has pytorch_model.bin: save it again as safetensors"),
-        (_other_family, "model_type 'gpt2' cannot be trained; known are llama, qwen2, qwen3"),
+        (_other_rope, "config.json: rope_scaling: rope_type 'yarn' cannot be trained; known are default, and llama3"),
+        (_other_family, "model_type 'gpt2' cannot be trained; known are llama, mistral, qwen2, qwen3"),
     ],
 )
 def test_a_model_that_is_not_whole_is_refused(tmp_path: Path, breaks: Callable[[Path], object], said: str) -> None:

@@ -1,12 +1,16 @@
 """Micro-batches: which tokens go through the model together. Plain numbers, no tensor.
 
 Rule 1: a function of the batch's order alone: the same batch makes the same micro-batches.
-Rule 2: nothing is padded. Samples of one prompt are a tree: the prompt's tokens once, then one branch per response.
-   A branch sees its prompt and itself only, so it is computed as if it stood alone.
-Rule 3: a micro-batch holds at most `tokens_max` tokens, unless one sample alone is longer.
+Rule 2: packed, nothing is padded. Samples of one prompt are a tree: the prompt's tokens once, then one branch per
+   response. A branch sees its prompt and itself only, so it is computed as if it stood alone.
+Rule 3: padded, every sample stands alone, filled up on its right to the longest of its micro-batch: what most trainers
+   do. The result is the same; it is there to be compared with (`training.packing = false`).
+Rule 4: a micro-batch holds at most `tokens_max` tokens, filling counted, unless one sample alone is longer.
 
-    row:  | prompt A        | response 0 | response 1 | response 2 | prompt B  | response 3 | ...
-    rope: | 0 .. P-1        | P ..       | P ..       | P ..       | 0 .. P-1  | P ..       |
+    packed:  | prompt A        | response 0 | response 1 | response 2 | prompt B  | response 3 | ...
+    rope:    | 0 .. P-1        | P ..       | P ..       | P ..       | 0 .. P-1  | P ..       |
+    padded:  | prompt A | response 0 | filling | prompt A | response 1    | prompt B | response 3 | filling | ...
+    rope:    | 0 ..                            | 0 ..                     | 0 ..                            |
 """
 
 from collections.abc import Sequence
@@ -28,13 +32,15 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: trees side by side in one row of `tokens` tokens."""
+    """One forward pass: trees side by side in one row of `tokens` tokens. `width` > 0: each of one sample, padded to
+    `width` tokens."""
 
     trees: tuple[Tree, ...]
+    width: int = 0
 
     @property
     def tokens(self) -> int:
-        return sum(tree.tokens for tree in self.trees)
+        return sum(max(tree.tokens, self.width) for tree in self.trees)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -62,6 +68,20 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[int], tokens_max:
     return [MicroBatch(tuple(held)) for held in bins]
 
 
+def pad(prompts: Sequence[Sequence[int]], responses: Sequence[int], tokens_max: int) -> list[MicroBatch]:
+    """As `pack`, but padded: samples sorted by length, longest first, as many together as the filled row allows."""
+    trees = [_tree(len(prompt), responses, [place]) for place, prompt in enumerate(prompts)]
+    trees.sort(key=lambda tree: (-tree.tokens, tree.members))
+    batches: list[MicroBatch] = []
+    held: list[Tree] = []
+    for tree in trees:
+        if held and held[0].tokens * (len(held) + 1) > tokens_max:
+            batches.append(MicroBatch(tuple(held), held[0].tokens))
+            held = []
+        held.append(tree)
+    return [*batches, MicroBatch(tuple(held), held[0].tokens)] if held else batches
+
+
 def _by_prompt(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     same: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -74,7 +94,6 @@ def _trees(
 ) -> list[Tree]:
     """Trees of samples with one prompt: of similar length, each within `tokens_max` where that can be."""
     prompt = len(prompts[members[0]])
-    assert prompt > 0, "a sample without a prompt token: nothing predicts its first token"
     trees: list[Tree] = []
     held: list[int] = []
     size = prompt
@@ -88,5 +107,6 @@ def _trees(
 
 
 def _tree(prompt: int, responses: Sequence[int], members: Sequence[int]) -> Tree:
+    assert prompt > 0, "a sample without a prompt token: nothing predicts its first token"
     ordered = tuple(sorted(members))
     return Tree(prompt, tuple(responses[member] for member in ordered), ordered)

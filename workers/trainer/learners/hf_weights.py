@@ -2,6 +2,7 @@
 
 Rule 1: one table says which Hugging Face tensors make a Megatron tensor; reading joins them, export takes them apart.
 Rule 2: a tied head exists once, as the embedding.
+Rule 3: what has no place is refused by name, but for rotary frequencies: they are computed.
 
 Layouts: `linear_qkv` is ordered by query group (the group's queries, its key, its value); `linear_fc1` is gate over up.
 """
@@ -21,6 +22,7 @@ from workers.transport.weights.manifest import RawTensor
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 _TIED_HEAD = "output_layer.weight"
+_COMPUTED = ".rotary_emb.inv_freq"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _ATTENTION, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 
@@ -124,7 +126,8 @@ def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             raise BadInput(f"model: {rule.names[0]} makes {tuple(full.shape)}, config.json {tuple(parameter.shape)}")
         parameter.copy_(full)
         used.update(rule.names)
-    if strange := sorted(set(tensors) - used):
+    strange = sorted(name for name in set(tensors) - used if not name.endswith(_COMPUTED))
+    if strange:
         raise BadInput(f"model: tensor {strange[0]} has no place in the model ({len(strange)} such)")
 
 

@@ -26,7 +26,8 @@ from workers.trainer import loss_figures, losses
 from workers.trainer.checkpoint import read_extra, write_extra
 from workers.trainer.learners import hf_weights, megatron_cpu
 from workers.trainer.learners.base import Sample
-from workers.trainer.packing import MicroBatch, pack
+from workers.trainer.learners.hf_config import read_config
+from workers.trainer.packing import MicroBatch, pack, pad
 from workers.trainer.schedule import learning_rate
 from workers.transport.weights.manifest import RawTensor
 
@@ -48,7 +49,6 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from workers.trainer.learners.megatron_model import (  # noqa: E402
     Row,
     build,
-    read_config,
     row_of,
     transformer_config,
 )
@@ -240,8 +240,10 @@ class MegatronLearner:
     # --- rows ---------------------------------------------------------------------------------
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        training = self._settings.training
         lengths = [len(sample.response_ids) for sample in samples]
-        return pack([sample.prompt_ids for sample in samples], lengths, self._settings.training.micro_batch_tokens)
+        together = pack if training.packing else pad
+        return together([sample.prompt_ids for sample in samples], lengths, training.micro_batch_tokens)
 
     def _pieces(self, samples: Sequence[Sample], weights: list[list[float]], known: _Known) -> list[_Piece]:
         """The samples' micro-batches as tensors. `weights` [[R] per sample] from `losses.token_weights`."""

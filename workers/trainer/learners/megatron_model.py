@@ -10,10 +10,8 @@ Shapes: S = tokens of the row, T = response tokens, H = attention heads, G = que
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.runtime.errors import BadInput
+from workers.trainer.learners.hf_config import rope_of
 from workers.trainer.packing import MicroBatch
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron-core's own constants of Llama 3 rope scaling; only `factor` can be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +64,11 @@ def row_of(micro: MicroBatch, prompts: Sequence[Sequence[int]], responses: Seque
             targets += responses[member]
             ids += responses[member]
             positions += range(tree.prompt, tree.prompt + length)
+        if micro.width:  # one sequence that ends in filling, which nothing before it sees and nothing predicts
+            filling = micro.width - tree.tokens
+            ids += [0] * filling
+            positions += range(tree.tokens, micro.width)
+            shape[-3:] = [micro.width, 0]
     assert len(targets) == len(predictors)
     tensors = [torch.tensor(numbers, dtype=torch.int64) for numbers in (ids, positions, shape, predictors, targets)]
     return Row(*tensors)
@@ -96,6 +96,9 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         """query [S, 1, H, D], key and value [S, 1, G, D] -> [S, 1, H * D]."""
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         shape = [q.size(0), 0] if attention_mask is None else attention_mask.tolist()
+        if not any(shape[1::2]) and len(set(shape[::2])) == 1:  # sequences of one length, without branches
+            out = self._attend(*(x.reshape(-1, shape[0], *x.shape[1:]) for x in (q, k, v)), None)
+            return out.reshape(q.size(0), 1, -1)
         pieces: list[torch.Tensor] = []
         start = place = 0
         while place < len(shape):
@@ -155,37 +158,6 @@ class TreeGPT(GPTModel):  # type: ignore[misc]
 def _rounded(length: int) -> int:
     """Up to a multiple of 256: few different lengths, so that the model's own cache of rotary angles holds them."""
     return -(-length // 256) * 256
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model that can be trained. BadInput says which key cannot."""
-    path = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: {error}") from error
-    if config.get("model_type") not in FAMILIES:
-        raise BadInput(f"{path}: model_type {config.get('model_type')!r}: the trainer knows {', '.join(FAMILIES)}")
-    refused = {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "quantization_config": ...}
-    for key, value in refused.items():
-        if config.get(key) == value or (value is ... and config.get(key)):
-            raise BadInput(f"{path}: {key} = {config[key]}: such models cannot be trained here")
-    if config.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"{path}: hidden_act {config['hidden_act']!r}: only silu is known")
-    return config
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """GPTModel's rotary arguments."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    said: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items()):
-        return {**said, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    if kind != "default":
-        raise BadInput(f"config.json: rope_type {kind!r} with {rope}: only default, and llama3 with {_LLAMA3_ROPE}")
-    return said
 
 
 def transformer_config(config: Mapping[str, Any], dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
