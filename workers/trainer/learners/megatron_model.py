@@ -97,8 +97,8 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         shape = [q.size(0), 0] if attention_mask is None else attention_mask.tolist()
         if not any(shape[1::2]) and len(set(shape[::2])) == 1:  # sequences of one length, without branches
-            out = self._attend(*(x.reshape(-1, shape[0], *x.shape[1:]) for x in (q, k, v)), None)
-            return out.reshape(q.size(0), 1, -1)
+            rows = [x.reshape(-1, shape[0], *x.shape[1:]) for x in (q, k, v)]
+            return self._attend(rows[0], rows[1], rows[2], None).reshape(q.size(0), 1, -1)
         pieces: list[torch.Tensor] = []
         start = place = 0
         while place < len(shape):
