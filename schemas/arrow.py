@@ -105,10 +105,11 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def invalid_reason(row: Row, *, scored: bool, mixed: bool = False) -> str | None:
+def invalid_reason(row: Row, *, scored: bool, mixed: bool = False, vocabulary: int | None = None) -> str | None:
     """Why this row may not be used, or None. The one place that says so.
 
     `mixed`: mode `partial`, where a sample goes on under later versions than its group's.
+    `vocabulary`: ids that the model knows are below it; None where nobody computes with them.
 
     `scored`: the row comes from `trajectories` or `evaluations`, so it has a verdict or a `score_error`.
     Reward applies it before writing (a bad row is dead-lettered), the trainer before the gradient (a bad row is a bug).
@@ -120,7 +121,14 @@ def invalid_reason(row: Row, *, scored: bool, mixed: bool = False) -> str | None
     for name in ("prompt_ids", "response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path"):
         if None in (row[name] or ()):
             return f"{name} has a null in it"
-    return _lengths(row) or _path(row, mixed) or _times(row, scored) or _verdict(row, scored)
+    return (
+        _lengths(row)
+        or _ids(row, vocabulary)
+        or _numbers(row)
+        or _path(row, mixed)
+        or _times(row, scored)
+        or _verdict(row, scored)
+    )
 
 
 def _lengths(row: Row) -> str | None:
@@ -129,21 +137,40 @@ def _lengths(row: Row) -> str | None:
         return f"purpose is {row['purpose']!r}"
     if row["finish_reason"] not in ("stop", "length", "error"):
         return f"finish_reason is {row['finish_reason']!r}"
-    if not tokens:
-        return "response_ids is empty"
+    for name in ("prompt_ids", "response_ids"):
+        if not row[name]:
+            return f"{name} is empty"
     for name in ("logprobs", "loss_mask", "kept_logmass"):
         if row[name] is not None and len(row[name]) != tokens:
             return f"{name} has {len(row[name])} entries, response_ids {tokens}"
     truncated = row["top_p"] < 1.0 or row["top_k"] > 0
     if truncated and row["kept_logmass"] is None:
         return "top_p or top_k truncate, but kept_logmass is null"
+    return None
+
+
+def _ids(row: Row, vocabulary: int | None) -> str | None:
+    for name in ("prompt_ids", "response_ids"):
+        worst = min(row[name]) if min(row[name]) < 0 else max(row[name])
+        if worst < 0 or (vocabulary is not None and worst >= vocabulary):
+            known = "0 or more" if vocabulary is None else f"0 .. {vocabulary - 1}"
+            return f"{name} has {worst}, ids are {known}"
+    return None
+
+
+def _numbers(row: Row) -> str | None:
     for place, (logprob, counts) in enumerate(zip(row["logprobs"], row["loss_mask"], strict=True)):
         if not -1e30 < logprob <= 1e-6:
             return f"logprobs[{place}] is {logprob}"
         if not counts and logprob != 0.0:
             return f"logprobs[{place}] is {logprob} where loss_mask is false"
-    if row["temperature"] <= 0.0:
+    for place, kept in enumerate(row["kept_logmass"] or ()):
+        if not -1e30 < kept <= 1e-6:
+            return f"kept_logmass[{place}] is {kept}"
+    if not 0.0 < row["temperature"] < 1e30:
         return f"temperature is {row['temperature']}"
+    if not 0.0 < row["top_p"] <= 1.0 or row["top_k"] < 0:
+        return f"top_p is {row['top_p']}, top_k {row['top_k']}"
     return None
 
 

@@ -198,7 +198,10 @@ class SampleLost(Message):
 
 
 class DeadLetter(Message):
-    """A record that could not be read, or a row that may not be used, with the reason and the raw bytes (base64)."""
+    """A record that could not be read, or a row that may not be used, with the reason and the raw bytes (base64).
+
+    Offset -1: a row that was not even written, as JSON.
+    """
 
     run: str
     topic: str

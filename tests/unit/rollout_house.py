@@ -21,11 +21,11 @@ NUMBER = 1
 LIMIT_S = 8.0
 
 
-def settings(seats: int = 4, mode: Literal["dora", "partial"] = "dora") -> Settings:
+def settings(seats: int = 4, mode: Literal["dora", "partial"] = "dora", model: str = "none") -> Settings:
     return Settings(
         name="r",
         mode=mode,
-        model="none",
+        model=model,
         steps=1,
         group_size=2,
         engines=Engines(kind="paced", count=2, seats=seats, kv_mib=64, tokens_per_request_max=64),
@@ -42,9 +42,10 @@ class House:
         engine: PacedEngine | None = None,
         seats: int = 4,
         mode: Literal["dora", "partial"] = "dora",
+        model: str = "none",
     ) -> None:
         self.bus = MemoryBus()
-        self.process = Process("rollout-1", settings(seats, mode), tmp_path)
+        self.process = Process("rollout-1", settings(seats, mode, model), tmp_path)
         self.topics = self.process.topics
         self.bus.make_topics(self.topics.specs())
         self.engine = engine or PacedEngine(self.process.settings, pace=0)

@@ -61,7 +61,17 @@ def test_missing_column_counts_as_null() -> None:
         ({"logprobs": [-math.inf, -0.5]}, "logprobs[0] is -inf"),
         ({"logprobs": [0.1, -0.5]}, "logprobs[0] is 0.1"),
         ({"loss_mask": [True, False]}, "logprobs[1] is -0.25 where loss_mask is false"),
+        ({"logprobs": [-0.5, math.inf]}, "logprobs[1] is inf"),
+        ({"kept_logmass": [-0.5, math.nan]}, "kept_logmass[1] is nan"),
+        ({"kept_logmass": [0.1, -0.5]}, "kept_logmass[0] is 0.1"),
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"response_ids": [4, -1]}, "response_ids has -1, ids are 0 or more"),
+        ({"prompt_ids": [-7, 3]}, "prompt_ids has -7, ids are 0 or more"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_p": math.nan}, "top_p is nan, top_k 0"),
+        ({"top_p": 0.0, "kept_logmass": [0.0, 0.0]}, "top_p is 0.0, top_k 0"),
         ({"engine_path": [_stay(tokens=1)]}, "engine_path's tokens do not add up to response_ids"),
         ({"engine_path": []}, "engine_path's tokens do not add up to response_ids"),
         (
@@ -81,6 +91,14 @@ def test_missing_column_counts_as_null() -> None:
 )
 def test_row_that_breaks_one_rule_is_told_which(changes: dict[str, Any], said: str) -> None:
     assert _reason(**changes) == said
+
+
+def test_an_id_that_the_model_does_not_know_is_told() -> None:
+    ids = {"prompt_ids": [0, 9], "response_ids": [3, 9]}
+    assert invalid_reason(_row(**ids), scored=True, vocabulary=10) is None
+    for name in ids:
+        reason = invalid_reason(_row(**ids | {name: [3, 10]}), scored=True, vocabulary=10)
+        assert reason == f"{name} has 10, ids are 0 .. 9"
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path"])

@@ -128,6 +128,25 @@ def test_a_refused_request_is_issued_again_and_is_no_failure() -> None:
     assert driver.said(m.VoidGroup) == []
 
 
+def test_a_sample_whose_row_was_bad_or_of_another_version_is_issued_again() -> None:
+    driver = Driver()
+    driver.finish(RequestKey(0, 0, 0))
+    names = {"engine": None, "incarnation": None, "group": 0, "index": 0}
+    driver.say(m.Failed(**names, attempt=0, reason="bad row: logprobs[0] is nan"))
+    assert RequestKey(0, 0, 1) in driver.out
+    driver.finish(RequestKey(0, 0, 1))
+    driver.score(RequestKey(0, 0, 1), 1.0, version=7)
+    assert RequestKey(0, 0, 2) in driver.out
+    assert driver.said(m.VoidGroup) == []
+    for index in (0, 1):
+        key = RequestKey(0, index, 2 if index == 0 else 0)
+        driver.finish(key)
+        driver.score(key, float(index), version=0)
+    driver.complete(1)
+    (batch,) = driver.said(m.BatchRecord)
+    assert {(one.group, one.index, one.attempt) for one in batch.members if one.group == 0} == {(0, 0, 2), (0, 1, 0)}
+
+
 def test_a_row_that_no_engine_can_hold_voids_its_group_with_the_reason() -> None:
     driver = Driver(rows=0)
     driver.prompts(1, tokens=1025)

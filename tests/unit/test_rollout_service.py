@@ -246,7 +246,7 @@ def test_a_row_that_would_be_invalid_fails_its_request(house: House) -> None:
     house.issue(1, 0, 0, metadata="{}", response_ids=(4,), logprobs=(), loss_mask=(True,))
     house.until(lambda: bool(house.of(m.Failed)))
     assert not house.of(dict)
-    assert "logprobs has 7 entries" in house.of(m.Failed)[0].reason
+    assert house.of(m.Failed)[0].reason == "bad row: logprobs has 7 entries, response_ids 8"
 
 
 def test_an_issue_that_overtakes_the_stop_before_it_waits_for_the_seat(house: House) -> None:

@@ -195,7 +195,10 @@ class Hearing:
         if found is None or found[1].place in (Place.SCORED, Place.DROPPED):
             return
         group, request = found
-        assert word.version == group.version, f"score of {request.key} has version {word.version}"
+        if word.version != group.version:
+            if request.place is not Place.WAITING:
+                self._fail(group, request, f"its row has version {word.version}, its group {group.version}")
+            return
         if word.error is not None and group.purpose == "train":
             if request.place is not Place.WAITING:
                 self._fail(group, request, f"not scored: {word.error}")

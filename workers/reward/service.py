@@ -137,7 +137,11 @@ class Scorer:
     def _refusal(self, row: Row) -> str | None:
         if row["run"] is not None and row["run"] != self._process.run:
             return f"it belongs to run {row['run']!r}"
-        return arrow.invalid_reason(row, scored=False, mixed=self._process.settings.mixes_versions)
+        return self._invalid(row, scored=False)
+
+    def _invalid(self, row: Row, *, scored: bool) -> str | None:
+        mixed, vocabulary = self._process.settings.mixes_versions, self._process.vocabulary
+        return arrow.invalid_reason(row, scored=scored, mixed=mixed, vocabulary=vocabulary)
 
     def _submit(self, row: Row) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
@@ -171,7 +175,7 @@ class Scorer:
             row["reward"], row["outcome"] = graded.verdict.reward, graded.verdict.outcome
             row["reward_parts"] = dict(graded.verdict.parts)
         self._counts["scored"] += 1
-        reason = arrow.invalid_reason(row, scored=True, mixed=self._process.settings.mixes_versions)
+        reason = self._invalid(row, scored=True)
         assert reason is None, reason
         topics = self._process.topics
         delivery = self._producer.send(

@@ -8,8 +8,9 @@ Rule 1: words of another incarnation are ignored, and sequences that were seen: 
 Rule 2: a command waits for those before it. A swap waits for its version's announcement and for `after_sequence`.
 Rule 3: a Stop may overtake its request (two topics). It is kept until the request comes, at the longest to the next
 swap: by then everything issued before it was read.
-Rule 4: `Finished` is said once its row is acknowledged; `Hosting` once the partials of the swap are.
-Rule 5: while requests run, the log is read by the clock, not by the step.
+Rule 4: A row that is not valid is never written to `completions`: it is a dead letter, its request has failed.
+Rule 5: `Finished` is said once its row is acknowledged; `Hosting` once the partials of the swap are.
+Rule 6: while requests run, the log is read by the clock, not by the step.
 """
 
 from collections import deque
@@ -26,7 +27,7 @@ from workers.runtime import clock
 from workers.runtime.errors import ProbeMismatch, WeightsUnavailable
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
-from workers.transport.records.letters import dead_letter
+from workers.transport.records.letters import bad_row, dead_letter
 
 POLL_S = 0.015
 IDLE_POLL_MS = 50
@@ -63,6 +64,7 @@ class RolloutService:
         self._log, self._topics, self._run = process.log, process.topics, process.run
         self._bus, self._engine, self._number, self._host = bus, engine, number, host
         self._flush_s, self._mixed = process.settings.broker.timeout_s, process.settings.mixes_versions
+        self._vocabulary = process.vocabulary
         self._producer, self._reader = bus.producer(), bus.reader()
         self._weights: dict[int, m.WeightsRecord] = {}
         self._commands: deque[m.Swap | m.Stop] = deque()
@@ -250,8 +252,10 @@ class RolloutService:
             self._fail(request, f"the engine ended it: {part.finish}")
             return
         row = to_row(one, self._place(), finish, clock.now_us())
-        if reason := invalid_reason(row, scored=False, mixed=self._mixed):
-            self._fail(request, reason)
+        if reason := invalid_reason(row, scored=False, mixed=self._mixed, vocabulary=self._vocabulary):
+            letter = bad_row(self._run, self._topics.completions, score_partition(request.group), row, reason)
+            publish(self._producer, self._topics.dead_letters, letter)
+            self._fail(request, f"bad row: {reason}")
             return
         self._producer.send(
             self._topics.completions,

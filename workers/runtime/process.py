@@ -5,12 +5,14 @@ Exit codes: 0 done, 1 failed, 2 bad input.
 
 import _thread
 import ctypes
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from schemas.settings import Settings
@@ -39,6 +41,19 @@ class Process:
     @property
     def run(self) -> str:
         return self.settings.name
+
+    @cached_property
+    def vocabulary(self) -> int | None:
+        """Tokens that the model knows; None where its folder does not say: nothing then computes with them."""
+        path = Path(self.settings.model) / "config.json"
+        if not path.is_file():
+            return None
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["vocab_size"])
+        except KeyError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise BadInput(f"model: {path}: {type(error).__name__}: {error}") from error
 
     @property
     def weights_dir(self) -> Path:

@@ -31,7 +31,7 @@ _POLL_RECORDS = 500
 Row = dict[str, Any]
 
 
-def check(record: BatchRecord, rows: Sequence[Row], settings: Settings) -> None:
+def check(record: BatchRecord, rows: Sequence[Row], settings: Settings, vocabulary: int | None = None) -> None:
     """AssertionError if step `record.step` may not train these rows (one per member, in order)."""
     staleness_max, policy = settings.lag_max, settings.scheduling.group_policy
     versions = dict(record.groups)
@@ -48,10 +48,10 @@ def check(record: BatchRecord, rows: Sequence[Row], settings: Settings) -> None:
     for member, row in zip(record.members, rows, strict=True):
         where = f"step {record.step}: row {member.row} at {member.partition}/{member.offset}"
         said: Row = {"group": member.group, "index": member.index, "attempt": member.attempt}
-        said |= {"version": versions[member.group], "purpose": "train"}
+        said |= {"run": record.run, "version": versions[member.group], "purpose": "train"}
         for name, value in said.items():
             assert row[name] == value, f"{where}: {name} is {row[name]!r}, the batch says {value!r}"
-        reason = invalid_reason(row, scored=True, mixed=settings.mixes_versions)
+        reason = invalid_reason(row, scored=True, mixed=settings.mixes_versions, vocabulary=vocabulary)
         assert reason is None, f"{where}: {reason}"
         assert row["reward"] is not None, f"{where}: not scored ({row['score_error']})"
 

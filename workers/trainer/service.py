@@ -132,6 +132,7 @@ class _Trainer:
         if record.step < state.step:
             self._process.log.info("batch_ignored", step=record.step, next_step=state.step)
             return
+        assert record.run == self._process.run, f"batch {record.step} belongs to run {record.run!r}"
         assert record.step == state.step, f"batch {record.step} came, step {state.step} is next"
         metrics = self._train(record)
         state.step += 1
@@ -148,7 +149,7 @@ class _Trainer:
         """One step; its figures."""
         began = clock.monotonic_s()
         rows = self._gatherer.rows(record)
-        batches.check(record, rows, self._settings)
+        batches.check(record, rows, self._settings, self._process.vocabulary)
         published = {version: weights.created_at for version, weights in self._state.announced.items()}
         figures = batches.figures(record, rows, published, now_us=clock.now_us())
         gathered = clock.monotonic_s()

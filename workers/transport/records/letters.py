@@ -4,7 +4,9 @@ Every reader of a topic uses this, so no record of a stranger can end a process.
 """
 
 import base64
-from typing import TypeVar
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -31,6 +33,13 @@ def dead_letter(run: str, record: Record, reason: str) -> DeadLetter:
         reason=reason,
         value_base64=base64.b64encode(value).decode(),
     )
+
+
+def bad_row(run: str, topic: str, partition: int, row: Mapping[str, Any], reason: str) -> DeadLetter:
+    """A row that was not written to where it belongs, as JSON; it has no offset (-1)."""
+    value = json.dumps(row, default=str).encode()[:BYTES_MAX]
+    where = {"topic": topic, "partition": partition, "offset": -1}
+    return DeadLetter(run=run, reason=reason, value_base64=base64.b64encode(value).decode(), **where)
 
 
 def read_or_bury(process: Process, producer: Producer, kind: type[T] | TypeAdapter[T], record: Record) -> T | None:
