@@ -8,6 +8,7 @@ from typing import Any
 from pipelines.runs import RESOLVED
 from schemas.settings import Settings, SettingsError, parse_settings
 from workers.runtime.errors import BadInput
+from workers.trainer.learners.layout import PIPELINE, TENSOR
 
 
 def read_settings(config: Path, overrides: Iterable[str] = ()) -> Settings:
@@ -53,12 +54,14 @@ def write_resolved(settings: Settings, run_dir: Path) -> None:
     unfinished.replace(run_dir / RESOLVED)
 
 
-MAY_CHANGE = ("steps", "broker", "prefect", "kafka", "runs_dir", "reward.path")
-"""Keys of a run that say nothing of what it computes. (`steps` has a rule of its own.)"""
+LAYOUT = ("training.data_parallel", f"megatron.{TENSOR}", f"megatron.{PIPELINE}")
+MAY_CHANGE = ("steps", "broker", "prefect", "kafka", "runs_dir", "reward.path", *LAYOUT)
+"""Keys of a run that say nothing of what it computes, rounding apart. (`steps` has a rule of its own.)"""
 
 
 def refuse_changes(before: Settings, after: Settings) -> None:
-    """A resumed run is the same run: only `steps` may grow, and where its services are may change. BadInput."""
+    """A resumed run is the same run: only `steps` may grow; where its services are and how the trainer shares its work
+    may change. BadInput."""
     changed = list(_changed("", before.model_dump(), after.model_dump()))
     if changed:
         shown = "\n  ".join(changed)

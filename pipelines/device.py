@@ -43,13 +43,13 @@ def visible_gpus(listed: Path = GPU_LIST) -> list[str]:
     return [str(number) for number in range(len(list(listed.iterdir())))] if listed.is_dir() else []
 
 
-def gpus_of(kind: str, number: int, gpus: Sequence[str], per_engine: int = 1) -> list[str]:
-    """The GPUs of a worker: the trainer has the last one, engines take turns on the others, `per_engine` each. Empty =
-    as it is: there is one GPU for all, or none, or the worker needs none."""
+def gpus_of(kind: str, number: int, gpus: Sequence[str], per_engine: int = 1, of_trainer: int = 1) -> list[str]:
+    """The GPUs of a worker: the trainer has the last `of_trainer`, engines take turns on the others, `per_engine` each.
+    Empty = as it is: there is one GPU for all, or none, or the worker needs none."""
     if len(gpus) < 2 or kind not in ("trainer", "rollout"):
         return []
     if kind == "trainer":
-        return [gpus[-1]]
-    places = (len(gpus) - 1) // per_engine
-    first = number % places * per_engine if places else 0
-    return list(gpus[first : first + per_engine]) if places else []
+        return list(gpus[-of_trainer:])
+    places = (len(gpus) - of_trainer) // per_engine
+    first = number % places * per_engine if places > 0 else 0
+    return list(gpus[first : first + per_engine]) if places > 0 else []

@@ -1,22 +1,25 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
     engine    weights + kv_mib + 1.2 GiB of a vLLM process
-    trainer   18 bytes per parameter (weights, gradient, masters, moments) + activations of a micro-batch + 1 GiB
+    trainer   18 bytes per parameter (weights, gradient, masters, moments) + activations of a micro-batch + 1 GiB;
+              for each copy of the model, the last for each of its processes
     disk      checkpoints kept and the next one, 14 bytes per parameter; versions kept; 1 GiB of log and archive
 
 Rule 1: what the machine can never hold is refused, with the key to lower; what it cannot hold now is a note.
 Rule 2: with a GPU the weights lie there: memory is not looked at.
 """
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.device import GPU_DEVICE
+from pipelines.device import GPU_DEVICE, visible_gpus
 from pipelines.doctor import memory
 from pipelines.model_folder import ModelFolder
 from schemas.settings import Settings
 from workers.runtime.errors import BadInput
+from workers.trainer.learners.layout import layout_of
 
 GIB = float(2**30)
 VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
@@ -46,7 +49,10 @@ def memory_of(settings: Settings, model: ModelFolder) -> Memory:
     engine = weights + settings.engines.kv_mib / 1024 + VLLM_GIB if vllm else PACED_GIB
     trainer = PACED_GIB
     if megatron:
-        trainer = model.parameters * TRAINER_BYTES_PER_PARAMETER / GIB + _activations(settings, model) + TRAINER_GIB
+        layout = layout_of(settings)
+        in_flight = (layout.pipeline + 1) / 2  # micro-batches whose activations a pipeline holds, of all its layers
+        copy = model.parameters * TRAINER_BYTES_PER_PARAMETER / GIB + _activations(settings, model) * in_flight
+        trainer = copy * layout.data + TRAINER_GIB * layout.ranks
     services = BROKER_GIB * (not settings.broker.address) + PREFECT_GIB * settings.prefect.enabled
     scorers = SCORER_GIB * settings.reward.workers * (1 + settings.reward.pool)
     return Memory(engine, settings.engines.count, trainer, OTHERS_GIB + services + scorers)
@@ -71,7 +77,18 @@ def disk_of(settings: Settings, model: ModelFolder) -> float:
 
 def check(settings: Settings, model: ModelFolder) -> list[str]:
     """Notes; BadInput if it cannot be. `settings.dtype` is settled."""
-    notes = [] if GPU_DEVICE.exists() else _check_memory(memory_of(settings, model))
+    ranks = layout_of(settings).ranks
+    if GPU_DEVICE.exists():
+        if ranks > max(1, len(visible_gpus())):
+            raise BadInput(
+                f"training.data_parallel and megatron.*_parallel_size make {ranks} processes of the trainer, a GPU for "
+                f"each, but {len(visible_gpus())} are visible: lower them"
+            )
+        notes = []
+    else:
+        notes = _check_memory(memory_of(settings, model))
+        if ranks > (cores := len(os.sched_getaffinity(0))):
+            notes.append(f"the trainer has {ranks} processes on {cores} cores: fewer would be faster")
     run = Path(settings.runs_dir) / settings.name
     if not (settings.name and run.exists()):  # a resumed run's files are there already
         _check_disk(settings, disk_of(settings, model))

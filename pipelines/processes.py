@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipelines import device
 from schemas.settings import Settings
+from workers.trainer.learners.layout import layout_of
 
 RUN_MARK = "DORA_RUN_DIR"
 """Set in the environment of every process of a run, so that leftovers can be told apart."""
@@ -64,6 +65,7 @@ def _spec(settings: Settings, run_dir: Path, broker: str, kind: str, number: int
     argv += ["--run-dir", str(run_dir), "--number", str(number), "--broker", broker]
     environment = worker_environment(settings, kind) | {RUN_MARK: str(run_dir), "DORA_PARENT": str(os.getpid())}
     per_engine = int(settings.vllm.get("tensor_parallel_size", 1))
-    if gpus := device.gpus_of(kind, number, device.visible_gpus(), per_engine):
+    ranks = layout_of(settings).ranks
+    if gpus := device.gpus_of(kind, number, device.visible_gpus(), per_engine, ranks):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return ProcessSpec(process_name(kind, number), kind, number, tuple(argv), environment)

@@ -15,6 +15,7 @@ from pipelines.models import resolve_model
 from schemas.settings import Columns, Dataset, Settings
 from workers.reward import graders
 from workers.runtime.errors import BadInput
+from workers.trainer.learners import layout
 
 MODELS_CACHE = Path(".models")
 GRADER_LOAD_S_MAX = 120.0
@@ -65,6 +66,7 @@ def check_settings(settings: Settings, source: str = "", *, offline: bool = Fals
     model = resolve(settings.model)
     settings = with_dtype(settings.model_copy(update={"model": str(model)}))
     looked = model_folder.look(model, settings)
+    layout.refuse_impossible(settings, looked.config)
     loaded = prompts.load(settings, model)
     notes = [] if offline else needs.check(settings, looked)
     found = examples.examples(tried, model, settings.reward)

@@ -85,9 +85,9 @@ def _trainer(process: Process, bus: Bus, _: int) -> int:
     settings = process.settings
     learner: Learner
     if settings.training.kind == "megatron":
-        from workers.trainer.learners.megatron_learner import MegatronLearner
+        from workers.trainer.learners.ranked_learner import megatron_learner_of
 
-        learner = MegatronLearner(settings, Path(settings.model))
+        learner = megatron_learner_of(settings, Path(settings.model))
     else:
         from workers.trainer.learners.paced_learner import PacedLearner
 

@@ -107,7 +107,8 @@ class Training(Section):
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each multiplies the lag.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward pass; a shared prompt counts once.")
     packing: bool = Field(True, description="false = each sample filled up to the longest beside it; the same result.")
-    threads: int = Field(1, ge=1, description="OpenMP threads of the trainer.")
+    data_parallel: int = Field(1, ge=1, description="Copies of the model, each trained on its share of a step.")
+    threads: int = Field(1, ge=1, description="OpenMP threads of the trainer, of each of its processes.")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     checkpoints_keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
@@ -229,7 +230,7 @@ class Settings(Section):
     broker: Broker = Broker()
     prefect: Prefect = Prefect()
     vllm: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM's EngineArgs.")
-    megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to Megatron's TransformerConfig.")
+    megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to Megatron's configurations.")
     kafka: dict[str, Any] = Field(default_factory=dict, description="Passed to every Kafka client.")
 
     @property

@@ -97,3 +97,8 @@ def straight_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach()), float(norm)
+
+
+def samples_from(plain: Sequence[Any]) -> list[Sample]:
+    """Samples from their fields in order (JSON)."""
+    return [Sample(*one) for one in plain]

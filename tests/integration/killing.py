@@ -248,9 +248,9 @@ def learner_of(settings: Settings) -> Learner:
     """As the trainer makes it, on the initial weights."""
     if settings.training.kind == "paced":
         return PacedLearner(settings, pace=0.0)
-    from workers.trainer.learners.megatron_learner import MegatronLearner
+    from workers.trainer.learners.ranked_learner import megatron_learner_of
 
-    return MegatronLearner(settings, Path(settings.model))
+    return megatron_learner_of(settings, Path(settings.model))
 
 
 def trained_straight(run_dir: Path) -> Iterator[tuple[int, str]]:

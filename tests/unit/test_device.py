@@ -36,6 +36,8 @@ def test_engines_take_turns_on_all_gpus_but_the_trainers(tmp_path: Path, monkeyp
     assert gpus_of("trainer", 0, eight) == ["7"]
     assert [gpus_of("rollout", number, eight) for number in range(8)] == [[str(n)] for n in (0, 1, 2, 3, 4, 5, 6, 0)]
     assert [gpus_of("rollout", n, eight, 3) for n in range(3)] == [["0", "1", "2"], ["3", "4", "5"], ["0", "1", "2"]]
+    assert gpus_of("trainer", 0, eight, 1, 4) == ["4", "5", "6", "7"]
+    assert [gpus_of("rollout", n, eight, 2, 4) for n in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
     assert gpus_of("reward", 0, eight) == gpus_of("rollout", 0, eight, 8) == gpus_of("rollout", 1, ["0"]) == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus(tmp_path / "none") == []

@@ -45,6 +45,17 @@ def quieten() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
+def without_cuda_generators() -> None:
+    """Recomputed activations want the state of a CUDA generator before and after. Call it once Megatron is imported;
+    there is no dropout, so nothing draws from it."""
+    if torch.cuda.is_available():
+        return
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = _does_nothing()
+
+
 def installed() -> bool:
     return bool(_installed)
 

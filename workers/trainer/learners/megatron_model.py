@@ -24,7 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.runtime.errors import BadInput
+from workers.trainer.learners import megatron_optimizer
 from workers.trainer.learners.hf_config import rope_of
+from workers.trainer.learners.layout import PIPELINE
 from workers.trainer.packing import MicroBatch
 
 
@@ -193,11 +195,15 @@ def transformer_config(config: Mapping[str, Any], dtype: torch.dtype, overrides:
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
     }
+    if overrides.get(PIPELINE, 1) > 1:
+        # Rows have their own lengths; Megatron allows that with this dispatcher only, experts or not.
+        fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    if unknown := sorted(set(overrides) - known):
-        raise BadInput(f"[megatron] {', '.join(unknown)}: no field of Megatron's TransformerConfig")
+    if unknown := sorted(set(overrides) - known - megatron_optimizer.KEYS):
+        others = ", ".join(sorted(megatron_optimizer.KEYS))
+        raise BadInput(f"[megatron] {', '.join(unknown)}: no field of Megatron's TransformerConfig, nor {others}")
     try:
-        return TransformerConfig(**{**fields, **overrides})
+        return TransformerConfig(**fields | {key: value for key, value in overrides.items() if key in known})
     except (TypeError, ValueError) as error:
         raise BadInput(f"[megatron]: {error}") from error
 
