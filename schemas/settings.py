@@ -4,15 +4,14 @@ An unknown key is refused with the nearest name. `[vllm]`, `[megatron]` and `[ka
 Durations are seconds, sizes say their unit.
 """
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from schemas import wrong_values
+from schemas import settings_tree, wrong_values
 from schemas.topics import RUN_NAME
 
 PASSED_THROUGH = ("vllm", "megatron", "kafka")
@@ -34,6 +33,11 @@ class Sampling(Section):
     top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 = off.")
     max_new_tokens: int = Field(256, ge=1, description="Limit of a response, in tokens; a row may set its own.")
     ignore_eos: bool = Field(False, description="Go on to the limit (rows that set their own length).")
+
+    @property
+    def truncates(self) -> bool:
+        """Some tokens are never drawn; rows then say how much mass was kept."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class Engines(Section):
@@ -95,6 +99,9 @@ class Training(Section):
     tis_level: Literal["token", "sequence", "geometric"] = Field("token", description="Of what that weight is.")
     tis_mask: bool = Field(False, description="Leave out what weighs above tis_cap or below 1 / tis_cap.")
     kl_coef: float = Field(0.0, ge=0, description="Of the k3 KL to version 0, of which the trainer then keeps a copy.")
+    kl_refresh_steps: int = Field(
+        0, ge=0, description="Every so many steps that copy becomes the version then; 0 = never."
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Of the entropy, which the loss then rewards.")
     overlong_mask: bool = Field(False, description="Responses that were cut at their limit are not trained on.")
     overlong_penalty_tokens: int = Field(
@@ -125,6 +132,8 @@ class Training(Section):
                 "tis_cap needs decoupled = true: otherwise the ratio itself is to what sampled, and a weight would "
                 "correct twice"
             )
+        if self.kl_refresh_steps and not self.kl_coef:
+            raise ValueError("kl_refresh_steps needs a kl_coef: without one there is no reference")
         if self.tis_mask and not self.tis_cap:
             raise ValueError("tis_mask needs a tis_cap")
         return self
@@ -289,11 +298,8 @@ class Settings(Section):
                 f"all engines together have {self.engines.count * self.engines.seats} seats, "
                 f"a group needs {self.group_size}: raise engines.count or engines.seats"
             )
-        if (self.sampling.top_p < 1 or self.sampling.top_k > 0) and self.training.kind == "megatron":
-            raise ValueError(
-                "sampling.top_p and sampling.top_k truncate; training cannot account for the kept mass, which no "
-                "engine reports yet: use 1 and 0"
-            )
+        if self.sampling.truncates and self.engines.kind == "paced":
+            raise ValueError("sampling.top_p and sampling.top_k: paced engines draw without a model: use 1 and 0")
         self._training_fits()
         if not any(d.purpose == "train" for d in self.dataset):
             raise ValueError('no [[dataset]] with purpose = "train"')
@@ -337,9 +343,12 @@ def parse_settings(text: str, source: str, overrides: Iterable[str] = ()) -> Set
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{source}: not TOML: {error}") from error
-    for override in overrides:
-        _override(tree, override)
-    unknown = list(_unknown(tree, Settings))
+    try:
+        for override in overrides:
+            settings_tree.override(tree, override)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    unknown = list(settings_tree.unknown(tree, Settings, PASSED_THROUGH))
     if unknown:
         raise SettingsError("\n".join(f"{source}: {fault}" for fault in unknown))
     try:
@@ -350,47 +359,3 @@ def parse_settings(text: str, source: str, overrides: Iterable[str] = ()) -> Set
             where = ".".join(str(part) for part in fault["loc"])
             lines.append(f"{source}: {where + ': ' if where else ''}{wrong_values.sentence(Settings, fault)}")
         raise SettingsError("\n".join(lines)) from error
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    if not equals or not path:
-        raise SettingsError(f"--set {override}: write key=value, e.g. --set engines.count=3")
-    try:
-        parsed: Any = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    *parents, last = path.strip().split(".")
-    node: Any = tree
-    for parent in parents:
-        node = node.setdefault(parent, {}) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        raise SettingsError(f"--set {override}: {'.'.join(parents)} is no table")
-    node[last] = parsed
-
-
-def _unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """A sentence for each key that does not exist."""
-    for key, value in tree.items():
-        if key not in model.model_fields:
-            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted(model.model_fields))}"
-            yield f"unknown key {prefix}{key}: {hint}"
-            continue
-        if key in PASSED_THROUGH and not prefix:
-            continue
-        inner = _section_of(model, key)
-        if inner is None:
-            continue
-        for place, item in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(item, dict):
-                number = f".{place}" if isinstance(value, list) else ""
-                yield from _unknown(item, inner, f"{prefix}{key}{number}.")
-
-
-def _section_of(model: type[BaseModel], key: str) -> type[Section] | None:
-    kind = model.model_fields[key].annotation
-    for candidate in (kind, *getattr(kind, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None

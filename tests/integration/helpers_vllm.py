@@ -45,6 +45,8 @@ def request(
     max_new_tokens: int = 16,
     temperature: float = 1.0,
     seed: int | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
     **changes: Any,
 ) -> RequestRecord:
     return RequestRecord(
@@ -63,8 +65,8 @@ def request(
         answer="",
         seed=sampling_seed(0, group, index) if seed is None else seed,
         temperature=temperature,
-        top_p=1.0,
-        top_k=0,
+        top_p=top_p,
+        top_k=top_k,
         max_new_tokens=max_new_tokens,
         queued_at=0,
         **changes,

@@ -137,6 +137,30 @@ def test_the_kl_is_to_version_0_also_after_a_resume(llama: Path, tmp_path: Path)
     assert fingerprint(learner.export()) == fingerprint(resumed.export())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_renewed_every_two_steps_also_after_a_resume(llama: Path, tmp_path: Path, dtype: str) -> None:
+    training = {"kl_coef": 0.5, "kl_refresh_steps": 2, "learning_rate": 1e-2}
+    samples = close_samples(llama, 18)
+    learner = learner_of(llama, dtype=dtype, **training)
+    kls = [learner.train(samples, step)["reference_kl"] for step in range(3)]
+    assert kls[0] == kls[2] == pytest.approx(0.0, abs=1e-9), "to version 0, and to version 2"
+    assert kls[1] > 1e-3
+    learner.save(_folder(tmp_path), {})
+    resumed = learner_of(llama, dtype=dtype, **training)
+    resumed.restore(tmp_path / "saved")
+    for step in (3, 4, 5):
+        said = learner.train(samples, step)
+        assert (said["reference_kl"] > 1e-3) is (step != 4)
+        assert resumed.train(samples, step) == said
+    assert fingerprint(resumed.export()) == fingerprint(learner.export())
+
+
+def _folder(tmp_path: Path) -> Path:
+    made = tmp_path / "saved"
+    made.mkdir()
+    return made
+
+
 def test_a_step_has_the_learning_rate_of_its_number_also_after_a_resume(llama: Path, tmp_path: Path) -> None:
     samples = samples_of(15)
     warm, slow = learner_of(llama, warmup_steps=4, steps=8), learner_of(llama, learning_rate=0.5e-3)

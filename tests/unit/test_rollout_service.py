@@ -99,6 +99,35 @@ def test_a_partial_that_comes_back_goes_on_as_if_it_had_never_moved(house: House
     assert whole.attempt == 0
 
 
+class Keeping(PacedEngine):
+    """Says of its n-th step that top-p kept exp(-n / 100)."""
+
+    steps = 0
+
+    def step(self) -> list[Tokens]:
+        self.steps += 1
+        return [replace(part, kept=(-self.steps / 100,)) for part in super().step()]
+
+
+def test_the_kept_mass_of_a_truncated_draw_goes_along_with_each_token_also_when_its_request_moves(
+    tmp_path: Path,
+) -> None:
+    house = hosting_0(House(tmp_path, Keeping(settings(), pace=0)))
+    moved = house.issue(1, 0, 0, max_new_tokens=40, top_p=0.8)
+    house.until(lambda: house.tokens_so_far(moved) >= 5)
+    house.stop(moved, keep=True)
+    house.until(lambda: bool(house.of(m.PartialRecord)))
+    (partial,) = house.of(m.PartialRecord)
+    names = ("response_ids", "logprobs", "kept_logmass", "loss_mask", "engine_path", "started_at")
+    house.issue(1, 0, 0, attempt=1, max_new_tokens=40, top_p=0.8, **{name: getattr(partial, name) for name in names})
+    plain = house.issue(2, 0, 0)
+    house.until(lambda: len(house.of(dict)) == 2)
+    rows = {row["group"]: row for row in house.of(dict)}
+    assert rows[plain.group]["kept_logmass"] is None
+    assert invalid_reason(rows[1], scored=False) is None
+    assert rows[1]["kept_logmass"] == pytest.approx([-step / 100 for step in range(1, 41)])
+
+
 def test_in_mode_partial_a_sample_goes_on_under_a_later_version_and_its_path_says_so(tmp_path: Path) -> None:
     house = hosting_0(House(tmp_path, mode="partial"))
     first = house.issue(1, 0, 0, max_new_tokens=40)

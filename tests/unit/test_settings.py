@@ -139,6 +139,7 @@ def test_one_sample_per_group_will_do_where_it_is_compared_with_the_whole_step()
         (["tis_cap=0.5", "decoupled=true"], "tis_cap below 1"),
         (["tis_cap=2"], "tis_cap needs decoupled = true"),
         (["tis_mask=true"], "tis_mask needs a tis_cap"),
+        (["kl_refresh_steps=5"], "kl_refresh_steps needs a kl_coef"),
         (["schedule=linear"], "training.schedule = linear falls until the last step: set `steps`"),
         (["warmup_steps=3"], "training.warmup_steps = 3 leaves none of 3 steps"),
         (["overlong_penalty_tokens=300"], "above sampling.max_new_tokens = 256"),
@@ -204,10 +205,12 @@ def test_fewer_seats_than_a_group_needs_is_refused() -> None:
     assert _settings("engines.count=2", "engines.seats=4").engines.seats == 4
 
 
-def test_truncated_sampling_is_refused_where_the_trainer_would_ignore_it() -> None:
+def test_truncated_sampling_is_refused_where_no_engine_knows_the_kept_mass() -> None:
     """D02."""
-    assert "cannot account for the kept mass" in _error(SMALL, "sampling.top_p=0.8")
-    assert "cannot account for the kept mass" in _error(SMALL, "sampling.top_k=10")
+    for override in ("sampling.top_p=0.8", "sampling.top_k=10"):
+        assert _settings(override).sampling.truncates
+        assert "paced engines draw without a model" in _error(SMALL, override, "engines.kind=paced")
+    assert not _settings().sampling.truncates
 
 
 def test_dataset_needs_exactly_one_source() -> None:

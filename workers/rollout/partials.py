@@ -22,12 +22,13 @@ class Place:
 
 @dataclass(slots=True)
 class Running:
-    """`ids` and `logprobs`: the tokens of this stay, one log-prob each."""
+    """`ids` and `logprobs`: this stay's tokens, one log-prob each. `kept`: one each where top-p or top-k truncate."""
 
     request: RequestRecord
     started_at: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
 
     @property
     def key(self) -> RequestKey:
@@ -60,6 +61,7 @@ def path(one: Running, place: Place) -> tuple[Stay, ...]:
 def to_partial(one: Running, place: Place, reason: StopReason) -> PartialRecord:
     """The request stops here to go on elsewhere."""
     request = one.request
+    truncates = request.top_p < 1.0 or request.top_k > 0
     return PartialRecord(
         run=request.run,
         group=request.group,
@@ -71,7 +73,7 @@ def to_partial(one: Running, place: Place, reason: StopReason) -> PartialRecord:
         reason=reason,
         response_ids=(*request.response_ids, *one.ids),
         logprobs=(*request.logprobs, *one.logprobs),
-        kept_logmass=request.kept_logmass,
+        kept_logmass=(*(request.kept_logmass or ()), *one.kept) if truncates else None,
         loss_mask=(*request.loss_mask, *(True for _ in one.ids)),
         engine_path=path(one, place),
         started_at=one.started_at,

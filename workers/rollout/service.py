@@ -243,6 +243,7 @@ class RolloutService:
         one = self._running[part.key]
         one.ids.extend(part.ids)
         one.logprobs.extend(part.logprobs)
+        one.kept.extend(part.kept or ())
         self._tokens += len(part.ids)
         if part.finish is None:
             return

@@ -14,13 +14,15 @@ from schemas.messages import RequestRecord, WeightsRecord
 class Tokens:
     """Tokens that a request got in one engine step. `finish` is None while it goes on.
 
-    `logprobs` are of the sampled distribution (temperature applied), one per id.
+    `logprobs` are of the sampled distribution (temperature, top-p and top-k applied), one per id. `kept`: the log of
+    the mass that top-p and top-k kept, one per id; None where the request has neither.
     """
 
     key: RequestKey
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str | None
+    kept: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

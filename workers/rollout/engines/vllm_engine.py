@@ -1,7 +1,8 @@
 """vLLM as an engine: one synchronous LLMEngine in this process, driven step by step. The only file that imports vllm.
 
 Rule 1: weights are swapped between steps while no request is inside, so no sample mixes two versions.
-Rule 2: log-probs are those of the sampled distribution (`processed_logprobs`: temperature applied).
+Rule 2: log-probs are those of the sampled distribution (`processed_logprobs`: temperature and truncation applied), and
+   where top-p or top-k truncate, the mass that they kept comes with each.
 Rule 3: prefills are never split: on a CPU vLLM cannot rewind a request's generator after a part of a prompt and dies.
 Rule 4: the prefix cache is emptied at each load and its entries carry the version, so none is read by another one.
 """
@@ -17,6 +18,7 @@ from schemas.ids import RequestKey, sampling_seed
 from schemas.messages import RequestRecord, WeightsRecord
 from schemas.settings import Settings
 from workers.rollout.engines.base import Load, Tokens
+from workers.rollout.engines.vllm_extension import KEPT_ID
 from workers.runtime.errors import BadInput, ProbeMismatch, WeightsUnavailable
 from workers.transport.weights.manifest import PROBE_TOKENS, Manifest, probe_differs
 from workers.transport.weights.store import Store
@@ -44,8 +46,10 @@ class VllmEngine:
     """One replica on the model of `model_folder`. BadInput if vLLM refuses the model or the settings."""
 
     def __init__(self, settings: Settings, model_folder: Path) -> None:
-        _refuse_truncation(settings.sampling.top_p, settings.sampling.top_k)
+        self._truncates = settings.sampling.truncates
         os.environ.update(_environment(settings.engines.threads))
+        if self._truncates:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that one draws elsewhere
         import torch
 
         torch.set_num_threads(settings.engines.threads)
@@ -57,6 +61,8 @@ class VllmEngine:
         self._version: int | None = None
         self._fingerprint = ""
         self._engine = _start(settings, model_folder)
+        if self._truncates and not all(self._engine.collective_rpc("report_kept_mass")):
+            raise BadInput("sampling.top_p, sampling.top_k: this vLLM cannot report the kept mass: use 1 and 0")
         self._core = self._engine.engine_core.engine_core
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
         self._block_tokens: int = self._core.vllm_config.cache_config.block_size
@@ -90,7 +96,7 @@ class VllmEngine:
         assert request.host_version == self._version, (
             f"{request.key} is for {request.host_version}, not {self._version}"
         )
-        _refuse_truncation(request.top_p, request.top_k)
+        assert (request.top_p < 1 or request.top_k > 0) == self._truncates, f"{request.key}: of other settings"
         so_far = len(request.response_ids)
         if len(request.prompt_ids) + request.max_new_tokens > self.tokens_per_request_max:
             raise ValueError(
@@ -111,7 +117,9 @@ class VllmEngine:
             max_tokens=request.max_new_tokens - so_far,
             stop_token_ids=self._stop_ids,
             ignore_eos=self._settings.sampling.ignore_eos,
-            logprobs=0,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            logprobs=int(self._truncates),
         )
         self._requests[name] = request.key
 
@@ -122,12 +130,14 @@ class VllmEngine:
         for output in self._engine.step():
             part = output.outputs[0]
             ids = tuple(part.token_ids)
-            logprobs = tuple(place[one].logprob for one, place in zip(ids, part.logprobs or (), strict=True))
+            places = part.logprobs or ()
+            logprobs = tuple(place[one].logprob for one, place in zip(ids, places, strict=True))
+            kept = tuple(place[KEPT_ID].logprob for place in places) if self._truncates else None
             key = self._requests[output.request_id]
             finish = part.finish_reason if output.finished else None
             if output.finished:
                 del self._requests[output.request_id]
-            said.append(Tokens(key, ids, logprobs, finish))
+            said.append(Tokens(key, ids, logprobs, finish, kept))
         return said
 
     def stop(self, keys: tuple[RequestKey, ...]) -> None:
@@ -176,11 +186,6 @@ def eos_ids(model_folder: Path) -> list[int]:
         if found is not None:
             return list(found) if isinstance(found, list) else [found]
     return []
-
-
-def _refuse_truncation(top_p: float, top_k: int) -> None:
-    if top_p < 1 or top_k > 0:
-        raise BadInput("sampling.top_p, sampling.top_k: this engine cannot report the kept mass; use 1 and 0")
 
 
 def _start(settings: Settings, model_folder: Path) -> Any:

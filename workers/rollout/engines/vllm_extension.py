@@ -3,6 +3,8 @@
 Rule 1: every tensor is copied once; the copy is hashed and the copy is loaded. So the fingerprint is of what is served.
 Rule 2: after a reload on a CPU a tied output layer still computes with its old packed copy of the embedding, and
 nothing says so. `repack_output_layers` packs it again; the probe of a version is what would notice without it.
+Rule 3: vLLM's log-probs of a truncated draw are of what was kept. How much that was is known while a token is drawn and
+nowhere else: `report_kept_mass` sends it along as the log-prob of an id that no model has.
 """
 
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import torch
 from workers.transport.weights.manifest import Fingerprint, RawTensor
 from workers.transport.weights.store import read_tensors
 
+KEPT_ID = -1
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,11 +43,48 @@ def repack_output_layers(model: torch.nn.Module) -> int:
     return len(packed)
 
 
+def report_kept_mass(sampler: Any) -> None:
+    """Of each drawn token, with `logprobs=1`: the entry KEPT_ID is the log of the probability mass that top-p and top-k
+    kept. (vLLM would have put the likeliest token there.)
+
+    The likeliest token is always kept, and its log-prob grows by what was cut: kept = before - after. That needs two
+    numbers a row, not a second copy of the logits. `logprobs_mode` must be `processed_logprobs`.
+    """
+    draw, gather = sampler.topk_topp_sampler.forward, sampler.gather_logprobs
+    under_way: list[torch.Tensor] = []
+
+    def drawing(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [requests, words], at the temperature; they are changed in place."""
+        before = logits.max(dim=-1).values - logits.logsumexp(dim=-1)
+        drawn, logprobs = draw(logits, generators, k, p)
+        under_way[:] = [(before - logprobs.max(dim=-1).values).clamp(max=0.0)]
+        return drawn, logprobs
+
+    def gathering(logprobs: torch.Tensor, count: int, token_ids: torch.Tensor) -> Any:
+        found = gather(logprobs, count, token_ids)
+        if count != 1:  # of a prompt: nothing was drawn
+            return found
+        (kept,) = under_way
+        ids, values = found.logprob_token_ids.clone(), found.logprobs.clone()
+        ids[:, 1], values[:, 1] = KEPT_ID, kept
+        return found._replace(logprob_token_ids=ids, logprobs=values)
+
+    sampler.topk_topp_sampler.forward, sampler.gather_logprobs = drawing, gathering
+
+
 class WeightsExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`), called by `collective_rpc`."""
 
     model_runner: Any
     reload_weights: Any
+
+    def report_kept_mass(self) -> bool:
+        """False if this vLLM draws in another way."""
+        sampler = getattr(self.model_runner, "sampler", None)
+        known = hasattr(sampler, "topk_topp_sampler") and hasattr(sampler, "gather_logprobs")
+        if known:
+            report_kept_mass(sampler)
+        return known
 
     def load_version(self, folder: str) -> str:
         """Load all tensors of the folder in place; returns their fingerprint. WeightsUnavailable."""

@@ -5,7 +5,8 @@ Rule 1: one rank of a layout (layout.py): it holds its stage, its part of each m
    is whole (figures, log-probs) is whole on each, `export` on rank 0 alone. gloo on a CPU, nccl on GPUs.
 Rule 2: published dtype = dtype of the forward pass. In bfloat16 the optimizer keeps float32 masters of its own.
 Rule 3: a loss or gradient that is not finite changes nothing: the update is left out and reported (`updates_skipped`).
-Rule 4: the reference model is version 0, read from the model folder. It exists with a `kl_coef` only.
+Rule 4: the reference model exists with a `kl_coef` only. It is version 0, read from the model folder, or with
+   `kl_refresh_steps` = n the version that the last step divisible by n began with: that one is in the checkpoint.
 
     samples -> updates (whole groups) -> micro-batches, shared out (layout.py) -> rows -> logits / temperature -> loss
 """
@@ -27,6 +28,7 @@ from workers.trainer.learners import hf_weights, megatron_cpu
 from workers.trainer.learners.base import Sample
 from workers.trainer.learners.hf_config import read_config
 from workers.trainer.learners.layout import layout_of, micro_batches, refuse_impossible, shares
+from workers.trainer.learners.memory import told_what_to_lower
 from workers.trainer.packing import MicroBatch, pack, pad
 from workers.trainer.schedule import learning_rate
 from workers.transport.weights.manifest import RawTensor
@@ -47,6 +49,7 @@ from workers.trainer.learners.megatron_pieces import Known, Piece, pieces_of  # 
 
 _SHARDS = "megatron"
 _SQUARES_MAX = torch.finfo(torch.float32).max
+_REFERENCE = "reference."
 
 
 class MegatronLearner:
@@ -66,7 +69,7 @@ class MegatronLearner:
         self._cut = hf_weights.Cut(self._world.tensor_rank, layout.tensor)
         self._device = self._world.device
         self._model = self._build(config, megatron, model_folder)
-        self._reference = None
+        self._reference: Any = None
         if settings.training.kl_coef:
             self._reference = self._build(config, megatron, model_folder).requires_grad_(False)
         wrapped = Float16Module(megatron, self._model) if megatron.bf16 else self._model
@@ -89,11 +92,17 @@ class MegatronLearner:
 
     def train(self, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
         """`updates_per_step` updates, each on its own whole groups: no sample enters two gradients."""
-        training = self._settings.training
         rate = learning_rate(step, self._settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        updates = self._updates(samples)
+        self._refresh_reference(step)
+        with told_what_to_lower(samples, self._settings):
+            said = self._train(self._updates(samples))
+        return _of_step(said) | {"learning_rate": rate}
+
+    def _train(self, updates: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+        """Figures of every update."""
+        training = self._settings.training
         known = [self._known(update, first=not place) for place, update in enumerate(updates)]
         said: list[dict[str, float]] = []
         for update, logprobs in zip(updates, known, strict=True):
@@ -103,7 +112,7 @@ class MegatronLearner:
             skipped = not math.isfinite(norm)
             figures = loss_figures.figures(sums)
             said.append(figures | {"grad_norm": 0.0 if skipped else norm, "updates_skipped": float(skipped)})
-        return _of_step(said) | {"learning_rate": rate}
+        return said
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         return self._logprobs_by(self._ddp, samples)
@@ -140,6 +149,10 @@ class MegatronLearner:
         megatron_optimizer.ready_to_load(self._optimizer)
         state = dist_checkpointing.load(self._sharded_state(loading=True), str(folder / _SHARDS))
         self._model.load_state_dict(state["model"])
+        if "reference" in state:
+            self._reference.load_state_dict(
+                {key.removeprefix(_REFERENCE): one for key, one in state["reference"].items()}
+            )
         with torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
         megatron_optimizer.loaded(self._optimizer)
@@ -159,6 +172,15 @@ class MegatronLearner:
         count = min(self._settings.training.updates_per_step, len(begins))
         edges = [begins[len(begins) * number // count] for number in range(count)] + [len(samples)]
         return [samples[start:end] for start, end in itertools.pairwise(edges)]
+
+    @torch.no_grad()
+    def _refresh_reference(self, step: int) -> None:
+        """At the start of step n, 2n, ... the reference becomes what the model is."""
+        every = self._settings.training.kl_refresh_steps
+        if every and step and step % every == 0:
+            self._whole_parameters()
+            for before, now in zip(self._reference.parameters(), self._model.parameters(), strict=True):
+                before.copy_(now)
 
     def _known(self, samples: Sequence[Sample], *, first: bool) -> Known:
         """Before any update of the step. The first update needs no log-probs under the version at its start: its own
@@ -268,7 +290,10 @@ class MegatronLearner:
         }
         model = self._model.sharded_state_dict(metadata=layout)
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=layout)
-        return {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": optimizer}
+        if self._settings.training.kl_refresh_steps:
+            state["reference"] = self._reference.sharded_state_dict(prefix=_REFERENCE, metadata=layout)
+        return state
 
 
 def _forward(model: Any, piece: Piece) -> torch.Tensor:
