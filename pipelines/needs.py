@@ -1,7 +1,8 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
     engine    weights + kv_mib + 1.2 GiB of a vLLM process
-    trainer   18 bytes per parameter (weights, gradient, masters, moments) + activations of a micro-batch + 1 GiB;
+    trainer   18 bytes per parameter in bfloat16, 16 in float32 (weights, gradient, masters, moments), and those of a
+              reference model + activations of a forward pass: a micro-batch, or one sample if that is longer + 1 GiB;
               for each copy of the model, the last for each of its processes
     disk      checkpoints kept and the next one, 14 bytes per parameter; versions kept; 1 GiB of log and archive
 
@@ -23,7 +24,8 @@ from workers.trainer.learners.layout import layout_of
 
 GIB = float(2**30)
 VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
-TRAINER_BYTES_PER_PARAMETER, CHECKPOINT_BYTES_PER_PARAMETER = 18, 14
+TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}
+CHECKPOINT_BYTES_PER_PARAMETER = 14
 ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = 34, 12
 LOG_GIB = 1.0
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -31,12 +33,13 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """GiB."""
+    """GiB. `pass_key` bounds the tokens of the trainer's forward pass."""
 
     engine: float
     engines: int
     trainer: float
     others: float
+    pass_key: str
 
     @property
     def total(self) -> float:
@@ -50,27 +53,32 @@ def memory_of(settings: Settings, model: ModelFolder) -> Memory:
     trainer = PACED_GIB
     if megatron:
         layout = layout_of(settings)
+        state = model.parameters * TRAINER_BYTES_PER_PARAMETER[settings.dtype] / GIB
+        reference = weights * bool(settings.training.kl_coef)
         in_flight = (layout.pipeline + 1) / 2  # micro-batches whose activations a pipeline holds, of all its layers
-        copy = model.parameters * TRAINER_BYTES_PER_PARAMETER / GIB + _activations(settings, model) * in_flight
+        copy = state + reference + _activations(settings, model) * in_flight
         trainer = copy * layout.data + TRAINER_GIB * layout.ranks
     services = BROKER_GIB * (not settings.broker.address) + PREFECT_GIB * settings.prefect.enabled
     scorers = SCORER_GIB * settings.reward.workers * (1 + settings.reward.pool)
-    return Memory(engine, settings.engines.count, trainer, OTHERS_GIB + services + scorers)
+    alone = settings.engines.tokens_per_request_max > settings.training.micro_batch_tokens
+    pass_key = "engines.tokens_per_request_max" if alone else "training.micro_batch_tokens"
+    return Memory(engine, settings.engines.count, trainer, OTHERS_GIB + services + scorers, pass_key)
 
 
 def _activations(settings: Settings, model: ModelFolder) -> float:
-    """Of one micro-batch, GiB."""
+    """Of one forward pass, GiB. A sample that is longer than a micro-batch goes alone."""
     sizes = [model.config.get(name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
     hidden, layers, words = (size if isinstance(size, int) else 0 for size in sizes)
     per_token = hidden * layers * ACTIVATION_BYTES_PER_HIDDEN + words * LOGITS_BYTES_PER_WORD
-    return settings.training.micro_batch_tokens * per_token / GIB
+    return max(settings.training.micro_batch_tokens, settings.engines.tokens_per_request_max) * per_token / GIB
 
 
 def disk_of(settings: Settings, model: ModelFolder) -> float:
     """GiB."""
     if settings.training.kind != "megatron":
         return LOG_GIB
-    checkpoints = (settings.training.checkpoints_keep + 1) * CHECKPOINT_BYTES_PER_PARAMETER
+    reference = _BYTES[settings.dtype] * bool(settings.training.kl_refresh_steps)
+    checkpoints = (settings.training.checkpoints_keep + 1) * (CHECKPOINT_BYTES_PER_PARAMETER + reference)
     versions = settings.scheduling.weights_keep + settings.lag_max + 2 + settings.training.checkpoints_keep
     return (checkpoints + versions * _BYTES[settings.dtype]) * model.parameters / GIB + LOG_GIB
 
@@ -106,7 +114,7 @@ def _check_memory(needed: Memory) -> list[str]:
         advice = (
             f"lower engines.count to {fits}, or engines.kv_mib"
             if fits >= 1
-            else "lower training.micro_batch_tokens or engines.kv_mib, or take a smaller model"
+            else f"lower {needed.pass_key} or engines.kv_mib, or take a smaller model"
         )
         raise BadInput(f"this run needs {parts}, this machine has {total:.1f} GiB: {advice}")
     if needed.total > available:

@@ -11,6 +11,7 @@ Rule 4: `run` starts all children from the calling thread and stays in it.
 """
 
 import json
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -167,7 +168,9 @@ class Supervisor:
         if code == 2 or self._used_up(spec):
             often = "" if code == 2 else f" for the {RESTARTS_MAX + 1}th time in {RESTART_WINDOW_S / 60:.0f} minutes"
             return Outcome(
-                "failed", f"{spec.name} ended ({reason}){often}; {child.log} ends with:\n{child.last_lines()}"
+                "failed",
+                f"{spec.name} ended ({reason}){often}{_perhaps(spec.kind, code)}; {child.log} ends with:\n"
+                f"{child.last_lines()}",
             )
         self._watcher.restarted(spec.name)
         self._restarts[spec.name].append(clock.monotonic_s())
@@ -252,3 +255,9 @@ class Supervisor:
         view = asdict(snapshot) | {"at": clock.now_us(), "outcome": None if final is None else asdict(final)}
         children.write_whole(self.run_dir / STATUS, json.dumps(view, indent=1))
         on_progress(snapshot)
+
+
+def _perhaps(kind: str, code: int) -> str:
+    """Nobody kills a process again and again but a system that has no memory left."""
+    lower = {"trainer": "training.micro_batch_tokens", "rollout": "engines.kv_mib or engines.count"}.get(kind)
+    return f"; if memory ran out, lower {lower}" if code == -signal.SIGKILL and lower else ""

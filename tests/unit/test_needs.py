@@ -139,6 +139,43 @@ def test_more_engines_than_memory_holds_are_refused_with_the_number_that_fits(
         needs.check(_settings(tmp_path, 1), SMOLLM2)
 
 
+def test_a_sample_longer_than_a_micro_batch_is_counted_and_its_key_is_the_one_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes through the model alone, whatever the budget of a micro-batch."""
+
+    def lower(micro_batch_tokens: int, longest: int) -> tuple[float, str]:
+        settings = some_settings(
+            tmp_path,
+            engines={"kind": "vllm", "count": 1, "tokens_per_request_max": longest},
+            training={"kind": "megatron", "micro_batch_tokens": micro_batch_tokens},
+            dtype="bfloat16",
+        )
+        with pytest.raises(BadInput) as caught:
+            needs.check(settings, SMOLLM2)
+        return needs.memory_of(settings, SMOLLM2).trainer, str(caught.value).split(": ")[-1]
+
+    monkeypatch.setattr(needs, "GPU_DEVICE", tmp_path / "none")
+    monkeypatch.setattr(needs, "memory", lambda: (2.0, 2.0))
+    small, large = lower(512, 512), lower(4096, 512)
+    alone = lower(512, 4096)
+    assert alone[0] == large[0] > small[0] + 1.0
+    assert small[1].startswith("lower training.micro_batch_tokens or")
+    assert alone[1].startswith("lower engines.tokens_per_request_max or")
+
+
+def test_a_reference_model_and_float32_are_counted(tmp_path: Path) -> None:
+    def trainer(dtype: str, **training: Any) -> float:
+        settings = some_settings(tmp_path, training={"kind": "megatron", **training}, dtype=dtype)
+        return needs.memory_of(settings, SMOLLM2).trainer
+
+    billions = SMOLLM2.parameters / needs.GIB
+    plain, short = trainer("bfloat16"), trainer("float32")
+    assert plain - short == pytest.approx(2 * billions)
+    assert trainer("bfloat16", kl_coef=0.1) - plain == pytest.approx(2 * billions)
+    assert trainer("float32", kl_coef=0.1) - short == pytest.approx(4 * billions)
+
+
 def test_a_disk_that_is_too_small_is_refused_with_the_keys_to_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,16 @@ def test_a_process_that_always_fails_ends_the_run(stage: Stage, monkeypatch: pyt
     assert stage.ups("reward-0") == RESTARTS_MAX + 1
 
 
+def test_a_trainer_that_is_killed_again_and_again_is_told_what_takes_less_memory(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.supervise.RESTART_DELAY_S", 0.0)
+    code = "import os, sys; open(sys.argv[1], 'a').write('up'); os.kill(os.getpid(), 9)"
+    outcome = stage.run(stage.spec("trainer", code), stage.spec("orchestrator", UNTIL_TERM))
+    assert "(signal 9) for the 6th time" in outcome.reason
+    assert "if memory ran out, lower training.micro_batch_tokens" in outcome.reason
+
+
 def test_an_orchestrator_that_ends_without_a_last_word_is_started_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
