@@ -1,9 +1,9 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
     engine    weights + kv_mib + 1.2 GiB of a vLLM process
-    trainer   18 bytes per parameter in bfloat16, 16 in float32 (weights, gradient, masters, moments), and those of a
-              reference model + activations of a forward pass: a micro-batch, or one sample if that is longer + 1 GiB;
-              for each copy of the model, the last for each of its processes
+    trainer   32 bytes per parameter in bfloat16, 28 in float32 (weights, gradient, masters, moments, and what of them a
+              checkpoint copies), and those of a reference model + activations of a forward pass: a micro-batch, or one
+              sample if that is longer + 1 GiB; for each copy of the model, the last for each of its processes
     disk      checkpoints kept and the next one, 14 bytes per parameter; versions kept; 1 GiB of log and archive
 
 Rule 1: what the machine can never hold is refused, with the key to lower; what it cannot hold now is a note.
@@ -24,8 +24,8 @@ from workers.trainer.learners.layout import layout_of
 
 GIB = float(2**30)
 VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
-TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}
 CHECKPOINT_BYTES_PER_PARAMETER = 14
+TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8 + 14, "float32": 4 + 4 + 8 + 12}
 ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = 34, 12
 LOG_GIB = 1.0
 _BYTES = {"bfloat16": 2, "float32": 4}

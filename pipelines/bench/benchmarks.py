@@ -9,6 +9,7 @@ from typing import Any
 from workers.runtime.errors import BadInput
 
 NAMES: dict[str, str] = {
+    "checkpoint": "how long a checkpoint holds training, beside one that training waits for",
     "decide": "how long the orchestrator thinks about one event, by engines and live requests",
     "learn": "accuracy against steps and minutes, by mode and seed, of whole runs of quickstart's task",
     "tap": "tokens/s of a run with two taps over the same run without them",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,12 +97,33 @@ def test_a_restored_learner_goes_on_as_the_one_that_saved(make: Callable[[], Lea
     learner.train(make_samples(0))
     folder = tmp_path / "saved"
     folder.mkdir()
-    learner.save(folder, {"step": 1, "positions": {"t/0": 4}})
+    snapshot = learner.snapshot(folder)
+    snapshot.write()
+    snapshot.finish()
     after = learner.train(make_samples(1))
     other = make()
-    assert other.restore(folder) == {"step": 1, "positions": {"t/0": 4}}
+    other.restore(folder)
     assert other.train(make_samples(1)) == after
     assert fingerprint(other.export()) == fingerprint(learner.export())
+
+
+def test_a_snapshot_that_is_written_while_training_goes_on_is_of_its_own_moment(
+    make: Callable[[], Learner], tmp_path: Path
+) -> None:
+    learner, other = make(), make()
+    learner.train(make_samples(0))
+    before = fingerprint(learner.export())
+    tmp_path.joinpath("saved").mkdir()
+    snapshot = learner.snapshot(tmp_path / "saved")
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(snapshot.write)
+        after = learner.train(make_samples(1))
+        writing.result()
+    snapshot.finish()
+    other.restore(tmp_path / "saved")
+    assert fingerprint(other.export()) == before
+    assert other.train(make_samples(1)) == after
+    assert fingerprint(other.export()) == fingerprint(learner.export()) != before
 
 
 def test_log_probs_and_probe_have_one_number_per_token(make: Callable[[], Learner]) -> None:

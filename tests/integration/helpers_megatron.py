@@ -53,6 +53,14 @@ def learner_of(
     return MegatronLearner(Settings.model_validate(tree), model)
 
 
+def save(learner: MegatronLearner, folder: Path) -> None:
+    """A checkpoint at once, into a new folder."""
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    snapshot.write()
+    snapshot.finish()
+
+
 def samples_of(seed: int, groups: int = 3, group_size: int = 4, temperature: float = 0.7) -> list[Sample]:
     """Random prompts and responses of uneven length, groups whole, a token masked here and there."""
     chance = random.Random(seed)

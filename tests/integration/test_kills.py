@@ -87,8 +87,9 @@ _MOMENTS = {
     "after the optimizer step": (f"{_LEARNER}.train", "after"),
     "files written, not announced": ("workers.transport.weights.store:Store.publish", "after"),
     "announced, no checkpoint yet": ("workers.trainer.service:_Trainer._checkpoint", "before"),
-    "during the checkpoint write": (f"{_LEARNER}.save", "after"),
-    "checkpoint there, not said": ("workers.trainer.checkpoint:write", "after"),
+    "during the checkpoint write": ("workers.trainer.checkpoint:_files_in", "before"),
+    "checkpoint written, no marker": ("workers.trainer.checkpoint:_seal", "before"),
+    "checkpoint there, not said": ("workers.trainer.checkpoint:_seal", "after"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from pipelines.models import write_tiny
-from tests.integration.helpers_megatron import hf_model, learner_of, samples_of, straight_logprobs, straight_step
+from tests.integration.helpers_megatron import hf_model, learner_of, samples_of, save, straight_logprobs, straight_step
 from tests.unit.trainer_world import World
 from workers.runtime.process import Process
+from workers.trainer.checkpoint import Progress, Writer, latest_complete, progress_in
 from workers.trainer.learners import megatron_cpu
 from workers.trainer.learners.base import Sample
 from workers.trainer.learners.megatron_learner import MegatronLearner
@@ -93,13 +95,46 @@ def test_a_bfloat16_learner_goes_on_from_its_checkpoint_as_if_it_had_not_stopped
     for seed in range(3):
         learner.train(samples_of(seed))
     folder = tmp_path / "saved"
-    folder.mkdir()
-    learner.save(folder, {"step": 3})
+    save(learner, folder)
     expected = [learner.train(samples_of(seed)) for seed in (8, 9)]
     other = learner_of(llama, dtype="bfloat16")
-    assert other.restore(folder) == {"step": 3}
+    other.restore(folder)
     assert [other.train(samples_of(seed)) for seed in (8, 9)] == expected
     assert fingerprint(other.export()) == fingerprint(learner.export())
+
+
+def test_whichever_file_of_a_checkpoint_is_torn_the_one_before_is_taken(llama: Path, tmp_path: Path) -> None:
+    """G04, on the files that Megatron writes: each cut, emptied, with one bit changed, gone."""
+    learner, writer = learner_of(llama), Writer(tmp_path, 2)
+    for step in (1, 2):
+        learner.train(samples_of(step))
+        said = fingerprint(learner.export())
+        progress = Progress(step=step, version=step, positions={}, fingerprint=said)
+        assert writer.begin(progress, learner.snapshot) is None
+        outcome = writer.wait()
+        assert outcome is not None
+        assert outcome.error is None
+    writer.close()
+    files = [path for path in (tmp_path / "step-000002").rglob("*") if path.is_file()]
+    assert {"complete.json", "progress.json", "common.pt", ".metadata", "__0_0.distcp"} <= {one.name for one in files}
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    for file in files:
+        whole, dice = file.read_bytes(), random.Random(f"{seed}/{file.name}")
+        other = bytearray(whole)
+        other[dice.randrange(len(whole))] ^= 1 << dice.randrange(8)
+        for torn in (whole[: dice.randrange(len(whole))], b"", bytes(other), None):
+            file.unlink() if torn is None else file.write_bytes(torn)
+            found = latest_complete(tmp_path)
+            assert found is not None
+            assert found.step == 1, file
+        file.write_bytes(whole)
+    found = latest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    other_learner = learner_of(llama)
+    other_learner.restore(found.folder)
+    assert fingerprint(other_learner.export()) == progress_in(found.folder).fingerprint == said
 
 
 def test_small_steps_in_bfloat16_are_not_lost_to_rounding(llama: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from pipelines.models import write_tiny
 from schemas.settings import Training
-from tests.integration.helpers_megatron import learner_of, samples_of, straight_logprobs
+from tests.integration.helpers_megatron import learner_of, samples_of, save, straight_logprobs
 from tests.unit.objective_reference import LIMIT, Response, reference_gradients, reference_loss
 from workers.trainer.learners.base import Sample
 from workers.trainer.losses import token_weights
@@ -123,8 +123,7 @@ def test_the_kl_is_to_version_0_also_after_a_resume(llama: Path, tmp_path: Path)
     samples = close_samples(llama, 14)
     for one in (learner, learner_of(llama, dtype="bfloat16", **training)):
         assert one.train(samples)["reference_kl"] == pytest.approx(0.0, abs=1e-9)
-    tmp_path.joinpath("saved").mkdir()
-    learner.save(tmp_path / "saved", {})
+    save(learner, tmp_path / "saved")
     start, now = learner_of(llama).logprobs(samples), learner.logprobs(samples)
     batch = responses_of(samples, now, reference=start, entropy=[[0.0] * 20] * len(samples))
     expected = reference_loss(batch, Training(**training), [one.now for one in batch])
@@ -166,8 +165,7 @@ def test_a_step_has_the_learning_rate_of_its_number_also_after_a_resume(llama: P
     warm, slow = learner_of(llama, warmup_steps=4, steps=8), learner_of(llama, learning_rate=0.5e-3)
     assert warm.train(samples, 1)["learning_rate"] == slow.train(samples)["learning_rate"] == 0.5e-3
     assert fingerprint(warm.export()) == fingerprint(slow.export())
-    tmp_path.joinpath("saved").mkdir()
-    warm.save(tmp_path / "saved", {})
+    save(warm, tmp_path / "saved")
     resumed = learner_of(llama, warmup_steps=4, steps=8)
     resumed.restore(tmp_path / "saved")
     assert resumed.train(samples, 2) == warm.train(samples, 2)

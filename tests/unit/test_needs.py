@@ -98,14 +98,14 @@ SMOLLM2 = ModelFolder(Path(), {"hidden_size": 576, "num_hidden_layers": 30, "voc
 
 
 def test_the_quickstart_is_estimated_near_what_was_measured(tmp_path: Path) -> None:
-    """Measured: about 11 GiB, the trainer 5.2, each engine 1.8."""
+    """Measured: about 11 GiB, the trainer 5.2 (and 1.8 more while a checkpoint is written), each engine 1.8."""
     engines = {"kind": "vllm", "count": 2, "kv_mib": 128}
     training = {"kind": "megatron", "micro_batch_tokens": 1024}
     settings = some_settings(tmp_path, engines=engines, training=training, dtype="float32", prefect={"enabled": True})
     memory = needs.memory_of(settings, SMOLLM2)
-    assert 4.0 < memory.trainer < 6.5
+    assert 6.0 < memory.trainer < 8.5
     assert 1.4 < memory.engine < 2.2
-    assert 8.5 < memory.total < 13.0
+    assert 10.0 < memory.total < 15.0
 
 
 def _settings(tmp_path: Path, engines: int) -> Settings:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.unit.trainer_world import World
 from workers.runtime.process import Process
+from workers.trainer import checkpoint
 from workers.trainer.checkpoint import MARKER
-from workers.trainer.learners.base import Sample
+from workers.trainer.learners.base import Sample, Snapshot
 from workers.trainer.learners.paced_learner import PacedLearner
 from workers.trainer.service import LostLog, serve
 from workers.transport.weights.manifest import fingerprint
@@ -234,6 +235,54 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     learner = train(world, 3)
     assert [sample.prompt_ids[-1] for sample in learner.trained[0]] == [4, 4, 5, 5]
     assert all(one.lineage == "" for one in world.weights())
+
+
+class Full(Watched):
+    """Its disk is full for the snapshots of these versions."""
+
+    full: tuple[int, ...] = ()
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        if len(self.trained) in self.full:
+            raise OSError(28, "No space left on device")
+        return super().snapshot(folder)
+
+
+@pytest.mark.parametrize(("full", "saved"), [((2,), [4, 5]), ((4,), [2, 5]), ((2, 4), [5]), ((5,), [2, 4])])
+def test_a_checkpoint_that_cannot_be_written_is_said_and_the_next_one_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full: tuple[int, ...], saved: list[int]
+) -> None:
+    world = World(tmp_path)
+    for step in range(6):
+        world.send_batch(world.batch(step))
+    process = Process("trainer", world.settings, world.run_dir)
+    learner = Full(process, 5)
+    learner.full = full
+    assert serve(process, world.bus, learner) == 0
+    assert [one.version for one in world.checkpoints()] == saved
+    failed = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert len(failed) == len(full)
+    assert all("checkpoint_failed" in text and "No space" in text for text in failed)
+    assert [point.values["checkpoints_failed"] for point in world.metrics()][-1] == len(
+        [one for one in full if one < 5]
+    )
+    assert train(world, 1).trained[0][0].prompt_ids[-1] == 2 * saved[-1]
+
+
+def test_a_checkpoint_stands_for_the_step_at_which_it_was_begun(tmp_path: Path) -> None:
+    """Training goes on while it is written: step, positions, weights are of one moment."""
+    world = World(tmp_path)
+    for step in range(5):
+        world.send_batch(world.batch(step))
+    learner = train(world, 3)
+    found = checkpoint.progress_in(tmp_path / "checkpoints" / "step-000002")
+    assert found.fingerprint == world.weights()[2].fingerprint
+    assert sum(found.positions.values()) <= 2 * 4
+    again = Watched(Process("trainer", world.settings, world.run_dir), 9)
+    again.restore(tmp_path / "checkpoints" / "step-000002")
+    assert fingerprint(again.export()) == found.fingerprint
+    again.train(learner.trained[2], 2)
+    assert fingerprint(again.export()) == world.weights()[3].fingerprint
 
 
 def _lose(folder: Path, how: str) -> None:

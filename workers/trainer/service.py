@@ -21,9 +21,8 @@ from schemas.topics import version_key
 from workers.runtime import clock
 from workers.runtime.errors import BadInput, DoraError, WeightsUnavailable
 from workers.runtime.process import Process
-from workers.trainer import batches, checkpoint
+from workers.trainer import batches, checkpoint, steps
 from workers.trainer.learners.base import Learner
-from workers.trainer.samples import samples_of
 from workers.transport.records.bus import Bus, publish
 from workers.transport.records.letters import read_or_bury
 from workers.transport.weights.manifest import fingerprint, probe_ids
@@ -39,11 +38,16 @@ class LostLog(DoraError):
 
 @dataclass
 class _State:
-    """`step` = the next step to train = the version that the learner holds."""
+    """`step` = the next step to train = the version that the learner holds; `fingerprint` = of what it holds.
+    `checkpointed`: what the newest checkpoint stands for, pending ones included. `held_s`: seconds that checkpoints
+    have taken from training since the last step."""
 
     step: int = 0
     lineage: str = ""
-    checkpointed: int = 0
+    fingerprint: str = ""
+    checkpointed: int | None = 0
+    checkpoints_failed: int = 0
+    held_s: float = 0.0
     announced: dict[int, WeightsRecord] = field(default_factory=dict)
 
 
@@ -66,6 +70,7 @@ class _Trainer:
         self._model = Path(self._settings.model)
         self._probe_ids = probe_ids(_vocabulary(self._model))
         self._checkpoints = process.run_dir / "checkpoints"
+        self._writer = checkpoint.Writer(self._checkpoints, self._settings.training.checkpoints_keep)
         self._producer = bus.producer()
         self._state = _State()
         self._positions: dict[str, int] = {}
@@ -76,12 +81,12 @@ class _Trainer:
         """Take up the newest complete checkpoint; learn what is announced; publish version 0 if it is not."""
         state = self._state
         found = checkpoint.latest_complete(self._checkpoints)
-        mine = ""
         if found is not None:
-            progress = checkpoint.progress_of(self._learner.restore(found.folder))
+            progress = checkpoint.progress_in(found.folder)
+            self._learner.restore(found.folder)
             state.step, state.lineage, self._positions = progress.step, progress.lineage, progress.positions
             state.checkpointed = progress.step
-            mine = fingerprint(self._learner.export())
+            mine = state.fingerprint = fingerprint(self._learner.export())
             assert mine == progress.fingerprint, f"{found.folder} restored weights {mine}, saved {progress.fingerprint}"
         state.announced = self._announced()
         self._process.log.info("resumed", step=state.step, announced=len(state.announced))
@@ -91,7 +96,7 @@ class _Trainer:
             self._publish(None, {})
         elif not state.step:
             self._compare()
-        elif mine == state.announced[state.step].fingerprint:
+        elif state.fingerprint == state.announced[state.step].fingerprint:
             self._mend(state.announced[state.step])
         self._gatherer = batches.Gatherer(self._bus, self._process.topics, self._positions)
 
@@ -117,12 +122,15 @@ class _Trainer:
             while not self._process.stopping.is_set():
                 records = reader.poll(POLL_MS_MAX, 1)
                 self._gatherer.read_ahead()
+                self._report(self._writer.turn())
                 for record in records:
                     batch = read_or_bury(self._process, self._producer, BatchRecord, record)
                     if batch is not None:
                         self._take(batch)
+            self._report(self._writer.wait())
             if self._state.checkpointed != self._state.step:
                 self._checkpoint()
+                self._report(self._writer.wait())
         finally:
             reader.close()
             self._gatherer.close()
@@ -149,18 +157,20 @@ class _Trainer:
         """One step; its figures."""
         began = clock.monotonic_s()
         rows = self._gatherer.rows(record)
-        batches.check(record, rows, self._settings, self._process.vocabulary)
-        published = {version: weights.created_at for version, weights in self._state.announced.items()}
-        figures = batches.figures(record, rows, published, now_us=clock.now_us())
-        gathered = clock.monotonic_s()
-        figures |= self._learner.train(samples_of(rows, record.step, self._settings), record.step)
+        gathered, now = clock.monotonic_s(), clock.now_us()
+        learned = steps.train(self._learner, record, rows, self._settings, self._process.vocabulary)
         trained = clock.monotonic_s()
+        published = {version: weights.created_at for version, weights in self._state.announced.items()}
+        figures = batches.figures(record, rows, published, now_us=now) | learned
         tokens = figures["trajectories"] * (figures["response_tokens_mean"] + figures["prompt_tokens_mean"])
         figures |= {
             "gather_s": gathered - began,
             "train_s": trained - gathered,
             "tokens_per_second": tokens / max(trained - gathered, 1e-9),
+            "checkpoint_held_s": self._state.held_s,
+            "checkpoints_failed": float(self._state.checkpoints_failed),
         }
+        self._state.held_s = 0.0
         self._process.log.info(
             "trained", step=record.step, **{k: round(figures[k], 6) for k in _LOGGED if k in figures}
         )
@@ -183,6 +193,7 @@ class _Trainer:
         began = clock.monotonic_s()
         version = self._state.step
         made = self._write_files(version)
+        self._state.fingerprint = made.offered
         if made.differs:
             self._diverged(version, made.fingerprint, made.offered)
         now = clock.now_us()
@@ -223,7 +234,8 @@ class _Trainer:
     def _compare(self) -> None:
         """The version was announced before a crash: a difference is remembered, lost files are written again."""
         version = self._state.step
-        before, mine = self._state.announced[version], fingerprint(self._learner.export())
+        before = self._state.announced[version]
+        mine = self._state.fingerprint = fingerprint(self._learner.export())
         if mine != before.fingerprint:
             self._diverged(version, before.fingerprint, mine)
         elif version == 0 or version > max(self._state.announced) - max(1, self._settings.lag_max):
@@ -252,27 +264,39 @@ class _Trainer:
         self._process.log.warning("lineage", note=note)
 
     def _checkpoint(self) -> None:
-        state = self._state
+        """Begin one; the one before must be done."""
+        state, began = self._state, clock.monotonic_s()
+        self._report(self._writer.wait())
         progress = checkpoint.Progress(
             step=state.step,
             version=state.step,
             positions=self._gatherer.positions(),
-            fingerprint=fingerprint(self._learner.export()),
+            fingerprint=state.fingerprint,
             lineage=state.lineage,
         )
-        began = clock.monotonic_s()
-        keep = self._settings.training.checkpoints_keep
-        held = checkpoint.write(self._checkpoints, progress, self._learner.save, keep)
         state.checkpointed = state.step
-        said = CheckpointSaved(version=state.step, kept=checkpoint.versions(held))
-        self._say(said)
-        self._process.log.info("checkpoint", step=state.step, seconds=round(clock.monotonic_s() - began, 3))
+        self._report(self._writer.begin(progress, self._learner.snapshot))
+        state.held_s += clock.monotonic_s() - began
+        self._process.log.info("checkpoint_begun", step=state.step, held_s=round(state.held_s, 3))
+
+    def _report(self, outcome: checkpoint.Outcome | None) -> None:
+        """A checkpoint is complete, or is none: then the next period, or the end, tries again."""
+        if outcome is None:
+            return
+        if outcome.error is not None:
+            self._state.checkpointed = None
+            self._state.checkpoints_failed += 1
+            self._process.log.error("checkpoint_failed", step=outcome.step, error=outcome.error)
+            return
+        self._say(CheckpointSaved(version=outcome.step, kept=checkpoint.versions(outcome.held)))
+        self._process.log.info("checkpoint", step=outcome.step)
 
     def _say(self, message: Message) -> None:
         publish(self._producer, self._process.topics.status, message)
         self._producer.flush(self._settings.broker.timeout_s)
 
     def close(self) -> None:
+        self._writer.close()
         self._producer.close()
 
 

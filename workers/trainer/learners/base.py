@@ -1,6 +1,6 @@
 """A learner as the trainer's service sees it. Implementations: `megatron_learner.py`, `paced_learner.py`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,16 @@ class Sample:
     lag: int = 0
 
 
+class Snapshot(Protocol):
+    """The state of a learner at one moment, on its way to the disk."""
+
+    def write(self) -> None:
+        """In any thread, once. The learner's next change waits only until the state is copied. OSError (disk)."""
+
+    def finish(self) -> None:
+        """What is left to do after `write`, in the learner's own thread; short. OSError."""
+
+
 class Learner(Protocol):
     """A model under training."""
 
@@ -42,10 +52,10 @@ class Learner(Protocol):
     def export(self) -> Iterator[RawTensor]:
         """All tensors by their Hugging Face names, in the published dtype, on the host."""
 
-    def save(self, folder: Path, extra: Mapping[str, object]) -> None:
-        """Weights, optimizer, RNG and `extra` (JSON) into an empty folder."""
+    def snapshot(self, folder: Path) -> Snapshot:
+        """Weights, optimizer and RNG as they are now, for files in `folder`; of one learner one at a time. OSError."""
 
-    def restore(self, folder: Path) -> dict[str, object]:
-        """Take up what `save` wrote; returns `extra`."""
+    def restore(self, folder: Path) -> None:
+        """Take up what a snapshot wrote."""
 
     def close(self) -> None: ...

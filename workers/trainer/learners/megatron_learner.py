@@ -13,7 +13,6 @@ Rule 4: the reference model exists with a `kl_coef` only. It is version 0, read 
 
 import itertools
 import math
-import queue
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ import torch
 
 from schemas.settings import Settings
 from workers.trainer import loss_figures, losses
-from workers.trainer.checkpoint import read_extra, write_extra
 from workers.trainer.learners import hf_weights, megatron_cpu
-from workers.trainer.learners.base import Sample
+from workers.trainer.learners.base import Sample, Snapshot
 from workers.trainer.learners.hf_config import read_config
 from workers.trainer.learners.layout import layout_of, micro_batches, refuse_impossible, shares
 from workers.trainer.learners.memory import told_what_to_lower
@@ -36,7 +34,6 @@ from workers.transport.weights.manifest import RawTensor
 megatron_cpu.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
@@ -46,6 +43,7 @@ from workers.trainer.learners import megatron_optimizer, megatron_world, vocab_p
 from workers.trainer.learners.megatron_export import whole_tensors  # noqa: E402
 from workers.trainer.learners.megatron_model import build, transformer_config  # noqa: E402
 from workers.trainer.learners.megatron_pieces import Known, Piece, pieces_of  # noqa: E402
+from workers.trainer.learners.megatron_snapshot import MegatronSnapshot  # noqa: E402
 
 _SHARDS = "megatron"
 _SQUARES_MAX = torch.finfo(torch.float32).max
@@ -79,6 +77,7 @@ class MegatronLearner:
         megatron.finalize_model_grads_func = _finish_gradients
         megatron.grad_scale_func = self._optimizer.scale_loss
         self._schedule = get_forward_backward_func()
+        self._snapshot: MegatronSnapshot | None = None
 
     def _build(self, config: Mapping[str, Any], megatron: Any, model_folder: Path) -> Any:
         """The model with the folder's weights, in the published dtype."""
@@ -128,23 +127,14 @@ class MegatronLearner:
         for name, tensor in whole_tensors(self._model, self._dtype, self._world):
             yield hf_weights.raw(name, tensor)
 
-    def save(self, folder: Path, extra: Mapping[str, object]) -> None:
-        shards = folder / _SHARDS
-        if self._world.rank == 0:
-            shards.mkdir()
-        self._world.wait_for_all()
+    def snapshot(self, folder: Path) -> Snapshot:
         self._whole_parameters()
         state = self._sharded_state(loading=False)
         state["rng"] = torch.get_rng_state()
-        # Saving is synchronous, so results pass within this process. Megatron's own queue would be a server process,
-        # started anew from the main module, that outlives a killed trainer.
-        filesystem_async._results_queue = queue.Queue()
-        dist_checkpointing.save(state, str(shards))
-        if self._world.rank == 0:
-            write_extra(folder, extra)
-        self._world.wait_for_all()
+        self._snapshot = MegatronSnapshot(state, folder / _SHARDS)
+        return self._snapshot
 
-    def restore(self, folder: Path) -> dict[str, object]:
+    def restore(self, folder: Path) -> None:
         """A checkpoint of any layout."""
         megatron_optimizer.ready_to_load(self._optimizer)
         state = dist_checkpointing.load(self._sharded_state(loading=True), str(folder / _SHARDS))
@@ -158,7 +148,6 @@ class MegatronLearner:
         megatron_optimizer.loaded(self._optimizer)
         megatron_optimizer.hold_settings(self._optimizer, self._settings)
         torch.set_rng_state(state["rng"])
-        return read_extra(folder)
 
     def close(self) -> None:
         """The process group lives as long as the process: another learner may be made in it."""
@@ -179,6 +168,8 @@ class MegatronLearner:
         every = self._settings.training.kl_refresh_steps
         if every and step and step % every == 0:
             self._whole_parameters()
+            if self._snapshot is not None:
+                self._snapshot.wait_until_copied()
             for before, now in zip(self._reference.parameters(), self._model.parameters(), strict=True):
                 before.copy_(now)
 
@@ -205,6 +196,8 @@ class MegatronLearner:
             return sums, math.nan
         if not sums["tokens"]:
             return sums, 0.0  # nothing was counted: AdamW would still move by its momentum
+        if self._snapshot is not None:
+            self._snapshot.wait_until_copied()
         done, norm, _ = self._optimizer.step()
         assert done, "an update without loss scaling is always taken"
         return sums, float(norm)

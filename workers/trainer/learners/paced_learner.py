@@ -7,12 +7,12 @@ trained again gives the same fingerprint.
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.settings import Settings
-from workers.trainer.checkpoint import read_extra, write_extra
-from workers.trainer.learners.base import Sample
+from workers.trainer.learners.base import Sample, Snapshot
 from workers.trainer.schedule import learning_rate
 from workers.transport.weights.manifest import RawTensor
 
@@ -20,6 +20,18 @@ STEP_S = 0.01
 STEP_S_PER_TOKEN = 0.000002
 _STATE = "state.bin"
 _BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    file: Path
+    state: bytes
+
+    def write(self) -> None:
+        self.file.write_bytes(self.state)
+
+    def finish(self) -> None:
+        """All is written."""
 
 
 class PacedLearner:
@@ -54,13 +66,11 @@ class PacedLearner:
     def export(self) -> Iterator[RawTensor]:
         yield RawTensor("paced.weight", self._dtype, (_BYTES // self._item_bytes,), self._state)
 
-    def save(self, folder: Path, extra: Mapping[str, object]) -> None:
-        (folder / _STATE).write_bytes(self._state)
-        write_extra(folder, extra)
+    def snapshot(self, folder: Path) -> Snapshot:
+        return _Snapshot(folder / _STATE, self._state)
 
-    def restore(self, folder: Path) -> dict[str, object]:
+    def restore(self, folder: Path) -> None:
         self._state = (folder / _STATE).read_bytes()
-        return read_extra(folder)
 
     def close(self) -> None:
         """It holds nothing."""

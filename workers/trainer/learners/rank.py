@@ -1,12 +1,16 @@
 """`python -m workers.trainer.learners.rank N`: rank N of a learner of several processes. It does what rank 0 does.
 
 Rule 1: calls come on stdin, a JSON line each; the first says settings, model and where to meet. At its end this ends.
+   On stdout it says `written` for every snapshot of which it has written its part; all else that is printed goes to
+   stderr.
 Rule 2: whatever goes wrong ends the process (exit code 2: bad input): rank 0 watches.
 """
 
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ from schemas.settings import Settings
 from workers.runtime.errors import BadInput
 from workers.runtime.log import Log, to_stderr
 from workers.runtime.process import die_with_parent
-from workers.trainer.learners.base import Learner, Sample
+from workers.trainer.learners.base import Learner, Sample, Snapshot
+from workers.trainer.learners.ranks import WRITTEN
 
 
 def main() -> int:
@@ -23,6 +28,8 @@ def main() -> int:
     to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0
     die_with_parent()
+    says = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from workers.trainer.learners import megatron_learner, megatron_world
 
     call, first = _next() or ("", {})
@@ -36,8 +43,9 @@ def main() -> int:
     except BadInput as error:
         Log(f"trainer-rank-{rank}").error("bad_input", error=error)
         return 2
+    follower = _Follower(learner, says, Log(f"trainer-rank-{rank}"))
     while (said := _next()) is not None:
-        _follow(learner, *said)
+        follower.follow(*said)
     return 0
 
 
@@ -49,24 +57,46 @@ def _next() -> tuple[str, dict[str, Any]] | None:
     return call, arguments
 
 
-def _follow(learner: Learner, call: str, arguments: Mapping[str, Any]) -> None:
-    """What it gives is rank 0's to use."""
-    match call:
-        case "train":
-            learner.train([Sample(*one) for one in arguments["samples"]], arguments["step"])
-        case "logprobs":
-            learner.logprobs([Sample(*one) for one in arguments["samples"]])
-        case "probe":
-            learner.probe(arguments["ids"])
-        case "export":
-            for _ in learner.export():
-                raise AssertionError("weights are whole on rank 0 alone")
-        case "save":
-            learner.save(Path(arguments["folder"]), {})
-        case "restore":
-            learner.restore(Path(arguments["folder"]))
-        case _:
-            raise AssertionError(call)
+class _Follower:
+    """Makes each call. What it gives is rank 0's to use."""
+
+    def __init__(self, learner: Learner, says: int, log: Log) -> None:
+        self._learner, self._says, self._log = learner, says, log
+        self._snapshot: Snapshot | None = None
+        self._writing = threading.Thread()
+
+    def follow(self, call: str, arguments: Mapping[str, Any]) -> None:
+        learner = self._learner
+        match call:
+            case "train":
+                learner.train([Sample(*one) for one in arguments["samples"]], arguments["step"])
+            case "logprobs":
+                learner.logprobs([Sample(*one) for one in arguments["samples"]])
+            case "probe":
+                learner.probe(arguments["ids"])
+            case "export":
+                for _ in learner.export():
+                    raise AssertionError("weights are whole on rank 0 alone")
+            case "snapshot":
+                self._snapshot = learner.snapshot(Path(arguments["folder"]))
+                self._writing = threading.Thread(target=self._write, args=(self._snapshot,), daemon=True)
+                self._writing.start()
+            case "finish":
+                assert self._snapshot is not None, "no snapshot was begun"
+                self._writing.join()
+                self._snapshot.finish()
+            case "restore":
+                learner.restore(Path(arguments["folder"]))
+            case _:
+                raise AssertionError(call)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            snapshot.write()
+        except BaseException as error:
+            self._log.error("not_written", error=error)
+            os._exit(1)
+        os.write(self._says, WRITTEN)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ Rule 2: a call that fails here may have left the others inside: the ranks are ou
    them. The trainer ends and starts again from its checkpoint.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
 from schemas.settings import Settings
 from workers.runtime.errors import BadInput, DoraError
-from workers.trainer.learners.base import Learner, Sample
+from workers.trainer.learners.base import Learner, Sample, Snapshot
 from workers.trainer.learners.layout import layout_of
 from workers.trainer.learners.ranks import Ranks
 from workers.transport.weights.manifest import RawTensor
@@ -69,11 +69,12 @@ class RankedLearner:
         with self._together("export"):
             yield from self._mine.export()
 
-    def save(self, folder: Path, extra: Mapping[str, object]) -> None:
-        self._all("save", lambda: self._mine.save(folder, extra), folder=str(folder))
+    def snapshot(self, folder: Path) -> Snapshot:
+        mine = self._all("snapshot", lambda: self._mine.snapshot(folder), folder=str(folder))
+        return _Snapshot(mine, self._ranks, lambda: self._all("finish", mine.finish))
 
-    def restore(self, folder: Path) -> dict[str, object]:
-        return self._all("restore", lambda: self._mine.restore(folder), folder=str(folder))
+    def restore(self, folder: Path) -> None:
+        self._all("restore", lambda: self._mine.restore(folder), folder=str(folder))
 
     def close(self) -> None:
         self._ranks.close(at_once=self._broken)
@@ -97,6 +98,21 @@ class RankedLearner:
         except Exception as error:
             raise RanksOutOfStep(f"{call}: {type(error).__name__}: {error}") from error
         self._broken = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Of all ranks: each writes its part."""
+
+    mine: Snapshot
+    ranks: Ranks
+    finish: Callable[[], None]
+
+    def write(self) -> None:
+        try:
+            self.mine.write()
+        finally:
+            self.ranks.wait_until_written()
 
 
 def _plain(samples: Sequence[Sample]) -> list[list[object]]:

@@ -1,6 +1,7 @@
 """The other processes of a learner, seen from rank 0: it starts them, tells each call to all, and ends with them.
 
     rank 0 --- a JSON line per call, by stdin ---> rank 1, rank 2, ... (rank.py)
+    rank 0 <--- WRITTEN, once per snapshot, by stdout ---
 
 Rule 1: a rank that ends unasked ends this process too, whatever it is doing: the others would wait for it for ever, and
    nothing half trained is kept. The supervisor starts the trainer again from its checkpoint.
@@ -16,6 +17,7 @@ import threading
 from workers.runtime.log import Log
 
 END_LIMIT_S = 30.0
+WRITTEN = b"written\n"
 
 
 class Ranks:
@@ -27,7 +29,7 @@ class Ranks:
         self._ending = False
         command = [sys.executable, "-m", "workers.trainer.learners.rank"]
         self._processes = [
-            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for rank in range(1, ranks)
         ]
         for rank, process in enumerate(self._processes, 1):
@@ -40,6 +42,15 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
+
+    def wait_until_written(self) -> None:
+        """Each of them has written its part of the snapshot. One that could not has ended, and so does this process."""
+        for process in self._processes:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert said in (WRITTEN, b""), said
+            if not said:
+                process.wait()
 
     def close(self, *, at_once: bool = False) -> None:
         """They end after what they do now, killed at the limit; or at once."""
