@@ -1,11 +1,13 @@
 # make run   a whole run on this machine: real engines, real training, a real log
 # make test  every check but the long ones; make test-full adds those; make soak tries 10,000 simulated worlds
+#             and kills a trainer 50 times
 # Needs Python 3.11 and make. The first target that needs it makes .venv from requirements/cpu.txt; later ones work offline.
 
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.toml
 SEED ?= 0
 SEEDS ?= 10000
+KILLS ?= 50
 VENV := .venv
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
@@ -16,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 run: $(READY)
 	$(BIN)/dora run $(CONFIG)
@@ -27,9 +29,11 @@ test: lint
 test-full: lint
 	$(PYTEST) -m "not gpu"
 
-# As many simulated worlds as one likes, SEEDS from SEED on. A failure names its seed and tells its story in few events.
+# As many simulated worlds as one likes, SEEDS from SEED on; then KILLS deaths of a real trainer, at moments that follow
+# from SEED. A failure names its seed and tells its story.
 soak: $(READY)
 	DORA_SEED=$(SEED) DORA_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/simulation/test_seeds.py
+	DORA_SEED=$(SEED) DORA_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/integration/test_trainer_soak.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -40,6 +44,7 @@ lint: $(READY)
 # Long; on a machine that does nothing else.
 bench: $(READY)
 	$(BIN)/dora bench tap
+	$(BIN)/dora bench checkpoint
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix .

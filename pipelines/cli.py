@@ -222,6 +222,30 @@ def export(
         print(json.dumps(said) if as_json else f"version {record.version} is in {folder}")
 
 
+@app.command(epilog="Example: dora replay quickstart-000 --step 12; dora replay quickstart-000 --decisions")
+def replay(
+    run: Run,
+    *,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|all", help="Train a step again, or all from the initial weights; compare.")
+    ] = None,
+    decisions: Annotated[bool, typer.Option("--decisions", help="Decide all again and compare.")] = False,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", metavar="a.b=c", help="Which decision a setting changes first.")
+    ] = None,
+    group: Annotated[int | None, typer.Option(metavar="G", min=0, help="The life of a group, with its text.")] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Play a run again from its archive alone: a training step, the decisions, a group. 1 if a comparison differs."""
+    with _faults():
+        from pipelines.replay_command import Ask, play
+        from pipelines.runs import find_run
+
+        ask = Ask(step, decisions, tuple(what_if or ()), group)
+        raise typer.Exit(0 if play(find_run(run, runs_dir), ask, as_json=as_json) else 1)
+
+
 @app.command(epilog="Example: dora doctor --json")
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine: libraries, Java, memory, disk."""

@@ -79,19 +79,12 @@ def _reward(process: Process, bus: Bus, number: int) -> int:
 
 
 def _trainer(process: Process, bus: Bus, _: int) -> int:
-    from workers.trainer.learners.base import Learner
+    from pipelines import environment
+    from pipelines.learners import learner_of
     from workers.trainer.service import serve
 
-    settings = process.settings
-    learner: Learner
-    if settings.training.kind == "megatron":
-        from workers.trainer.learners.ranked_learner import megatron_learner_of
-
-        learner = megatron_learner_of(settings, Path(settings.model))
-    else:
-        from workers.trainer.learners.paced_learner import PacedLearner
-
-        learner = PacedLearner(settings)
+    environment.note(process.run_dir, process.settings)
+    learner = learner_of(process.settings)
     try:
         return serve(process, bus, learner)
     finally:

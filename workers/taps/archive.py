@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from schemas import arrow
 from workers.runtime import clock
+from workers.runtime.errors import BadInput
 from workers.runtime.files import sync
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, BusUnavailable, Record
@@ -237,6 +238,20 @@ def files(run_dir: Path, kind: str, columns: Sequence[str] = ()) -> Iterator[tup
             yield folder.name, partition, table.filter(pa.array(keep, pa.bool_()))
 
 
+def check(run_dir: Path, kind: str) -> None:
+    """BadInput names a file of this kind that is damaged in a way that can be told from the file alone."""
+    for folder in _folders(run_dir / "archive", kind):
+        for file in sorted(folder.glob("*.arrow")):
+            table = _read_file(file, ())
+            try:
+                table.validate(full=True)
+                missing = set(schema_of(kind).names) - set(table.schema.names)
+            except (pa.lib.ArrowException, UnicodeDecodeError) as error:
+                raise _damaged(file, error) from error
+            if missing:
+                raise _damaged(file, f"no column {', '.join(sorted(missing))}")
+
+
 def _folders(archive: Path, kind: str) -> list[Path]:
     """Of a kind, or of one topic (`requests.v000012`)."""
     return sorted(
@@ -258,6 +273,18 @@ def _without_doubles(folder: Path, columns: Sequence[str]) -> Iterator[tuple[int
 
 
 def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
+    """BadInput if it is damaged: it was written whole."""
+    try:
+        return _read_whole(file, columns)
+    except (pa.lib.ArrowException, OSError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, why: object) -> BadInput:
+    return BadInput(f"{file} is damaged ({why}): restore this file of the archive from a copy")
+
+
+def _read_whole(file: Path, columns: Sequence[str]) -> pa.Table:
     with pa.memory_map(str(file)) as source:
         with pa.ipc.open_file(source) as reader:
             if not columns:
