@@ -22,7 +22,7 @@ import torch
 
 from schemas.settings import Settings
 from workers.trainer import loss_figures, losses
-from workers.trainer.learners import hf_weights, megatron_cpu
+from workers.trainer.learners import hf_weights, megatron_cpu, token_logprobs
 from workers.trainer.learners.base import Sample, Snapshot
 from workers.trainer.learners.hf_config import read_config
 from workers.trainer.learners.layout import layout_of, micro_batches, refuse_impossible, shares
@@ -50,6 +50,13 @@ _SQUARES_MAX = torch.finfo(torch.float32).max
 _REFERENCE = "reference."
 
 
+class _HalfModel(Float16Module):  # type: ignore[misc]
+    """Gives logits as the model made them: the loss takes them to float32 a few rows at a time."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return super().forward(*inputs, fp32_output=False, **named)
+
+
 class MegatronLearner:
     """AdamW on the policy-gradient loss. All calls from the thread that made it."""
 
@@ -70,7 +77,7 @@ class MegatronLearner:
         self._reference: Any = None
         if settings.training.kl_coef:
             self._reference = self._build(config, megatron, model_folder).requires_grad_(False)
-        wrapped = Float16Module(megatron, self._model) if megatron.bf16 else self._model
+        wrapped = _HalfModel(megatron, self._model) if megatron.bf16 else self._model
         wrapped.model_type = self._model.model_type
         self._ddp = megatron_optimizer.buffers(megatron, wrapped, settings.megatron)
         self._optimizer = megatron_optimizer.optimizer_of(settings, self._dtype, self._ddp)
@@ -222,18 +229,30 @@ class MegatronLearner:
     def _loss(self, piece: Piece, logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """(loss, tokens, sums). Megatron adds the losses up and divides by nothing (`_finish_gradients`)."""
         training = self._settings.training
+        logprobs_T, entropy_T = self._logprobs_and_entropy(logits_TV, piece)
+        loss, sums = losses.policy_loss(logprobs_T, entropy_T, piece.tokens, training)
+        return loss, piece.tokens.mask_T.sum().to(torch.int), sums
+
+    def _logprob_step(self, pieces: Iterator[Piece], model: Any, *_: Any) -> tuple[torch.Tensor, Any]:
+        piece = next(pieces)
+        return _forward(model, piece), lambda logits_TV, **_: self._logprobs_and_entropy(logits_TV, piece)[0]
+
+    def _logprobs_and_entropy(self, logits_TV: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [T] of the targets, and entropy [T], at the sampling temperature."""
+        wanted = bool(self._settings.training.entropy_coef)
+        if not wanted and self._world.layout.tensor == 1:
+            return token_logprobs.logprobs_and_entropy(logits_TV, piece.row.targets_T, piece.temperature_T)
         scaled_TV = _scaled(logits_TV, piece)
         # before the log-probs, which overwrite scaled_TV
-        entropy_T = vocab_parallel.entropy(scaled_TV, self._world.tensor_group, gradient=bool(training.entropy_coef))
-        loss, sums = losses.policy_loss(_logprobs(scaled_TV, piece), entropy_T, piece.tokens, training)
-        return loss, piece.tokens.mask_T.sum().to(torch.int), sums
+        entropy_T = vocab_parallel.entropy(scaled_TV, self._world.tensor_group, gradient=wanted)
+        return _logprobs(scaled_TV, piece), entropy_T
 
     def _logprobs_by(self, model: Any, samples: Sequence[Sample]) -> list[list[float]]:
         """Log-probs [[R] per sample] under a model, at each sample's temperature."""
         weights = [[0.0] * len(sample.response_ids) for sample in samples]  # no loss is wanted
         pieces = self._my_pieces(samples, weights, Known())
         with torch.no_grad():
-            rows = self._run(_logprob_step, model, pieces, forward_only=True, collect_non_loss_data=True)
+            rows = self._run(self._logprob_step, model, pieces, forward_only=True, collect_non_loss_data=True)
         mine: list[tuple[int, list[float]]] = []
         for micro, row in zip(self._my_share(samples), rows if self._world.speaks else [], strict=False):
             flat = row.tolist()
@@ -293,11 +312,6 @@ def _forward(model: Any, piece: Piece) -> torch.Tensor:
     row = piece.row
     made: torch.Tensor = model(row.ids_S, row.positions_S, row.shape, row.predictors_T)
     return made
-
-
-def _logprob_step(pieces: Iterator[Piece], model: Any, *_: Any) -> tuple[torch.Tensor, Any]:
-    piece = next(pieces)
-    return _forward(model, piece), lambda logits_TV, **_: _logprobs(_scaled(logits_TV, piece), piece)
 
 
 def _scaled(logits_TV: torch.Tensor, piece: Piece) -> torch.Tensor:
