@@ -45,6 +45,7 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/dora bench tap
 	$(BIN)/dora bench checkpoint
+	$(BIN)/dora bench train
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix .
