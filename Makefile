@@ -46,6 +46,8 @@ bench: $(READY)
 	$(BIN)/dora bench tap
 	$(BIN)/dora bench checkpoint
 	$(BIN)/dora bench train
+	$(BIN)/dora bench parity
+	$(BIN)/dora bench learn
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ NAMES: dict[str, str] = {
     "checkpoint": "how long a checkpoint holds training, beside one that training waits for",
     "decide": "how long the orchestrator thinks about one event, by engines and live requests",
     "learn": "accuracy against steps and minutes, by mode and seed, of whole runs of quickstart's task",
+    "parity": "|difference| of engines' and trainer's log-probs, by dtype and lag",
     "train": "tokens/s of a training step over a plain Hugging Face loop's; packed over padded batches",
     "tap": "tokens/s of a run with two taps over the same run without them",
 }

@@ -10,8 +10,6 @@ engines and trainer, nor one bit of the weights.
 
 import json
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +17,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from pipelines import plots
-from pipelines.bench import learn_curves
+from pipelines.bench import learn_curves, whole_runs
 from pipelines.bench.benchmarks import Bench
 from pipelines.bench.learn_curves import Learned
 from pipelines.children import write_whole
-from pipelines.runs import RESOLVED, SUMMARY
-from workers.runtime.errors import BadInput, DoraError
+from pipelines.runs import SUMMARY
+from workers.runtime.errors import BadInput
 
-CONFIG = Path(__file__).parents[2] / "configs/quickstart.toml"
+CONFIG = "quickstart"
 MODES = "sync-k0,dora-k1,dora-k2,partial-k2,still-k2"
 BAND_OF = "sync-k0"
 STILL = "still"
@@ -36,13 +34,9 @@ SHOWN_EVERY = 2
 TABLE, PLOT = "learning.md", "learning.svg"
 
 
-class RunFailed(DoraError):
-    """A run of the benchmark did not end well."""
-
-
 def measure(*, runs: Path = Path("runs"), modes: str = "", seeds: str = "", steps: int = 12) -> Bench:
     """`runs`: folder of the runs' folders. `modes`: MODE-kK, by commas; `seeds` likewise. `steps` of a run that is
-    missing; 0 = none is made, what is there is read. BadInput, RunFailed."""
+    missing; 0 = none is made, what is there is read. BadInput, whole_runs.RunFailed."""
     wanted = _wanted(modes or MODES, seeds or "1,2,3")
     if steps:
         for mode, seed in wanted:
@@ -86,20 +80,9 @@ def _name(mode: str, seed: int) -> str:
 
 
 def _make(runs: Path, mode: str, seed: int, steps: int) -> None:
-    folder = runs / _name(mode, seed)
-    if (folder / SUMMARY).is_file():
-        return
-    if (folder / RESOLVED).is_file():
-        argv = ["run", str(folder / RESOLVED), "--resume"]
-    else:
-        kind, _, k = mode.rpartition("-k")
-        own = STILL_SETTINGS if kind == STILL else (f"mode={kind}", f"steps={steps}")
-        settings = [f"runs_dir={runs}", f"name={folder.name}", f"seed={seed}", f"staleness_max={k}", *own]
-        argv = ["run", str(CONFIG), *(part for one in settings for part in ("--set", one))]
-    argv += ["--set", "prefect.enabled=false"]
-    code = subprocess.run([sys.executable, "-m", "pipelines.cli", *argv], stdout=sys.stderr, check=False).returncode
-    if code:
-        raise RunFailed(f"{folder}: the run ended with {code}; the same command goes on with it")
+    kind, _, k = mode.rpartition("-k")
+    own = STILL_SETTINGS if kind == STILL else (f"mode={kind}", f"steps={steps}")
+    whole_runs.complete(runs / _name(mode, seed), CONFIG, (f"seed={seed}", f"staleness_max={k}", *own))
 
 
 # --- figures ----------------------------------------------------------------------------------
