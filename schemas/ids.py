@@ -5,14 +5,12 @@ Rule 2: a seed is a pure function of what it seeds: the run's seed, the group an
 """
 
 import hashlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 SEED_BITS = 63
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RequestKey:
+class RequestKey(NamedTuple):
     """One issue of one sample to an engine. A word about an older `attempt` is ignored."""
 
     group: int

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from schemas.ids import Position, RequestKey
+from schemas.ids import Position
 from schemas.records import (
     BatchRecord,
     DeadLetter,
     Issue,
+    KeyField,
     KvHandle,
     Member,
     Message,
@@ -72,7 +73,7 @@ class Stop(Message):
     kind: Literal["stop"] = "stop"
     engine: int
     incarnation: int
-    requests: tuple[RequestKey, ...]
+    requests: tuple[KeyField, ...]
     keep: bool
     reason: StopReason = "moved"
 
@@ -142,7 +143,7 @@ class Started(Message):
     kind: Literal["started"] = "started"
     engine: int
     incarnation: int
-    requests: tuple[RequestKey, ...]
+    requests: tuple[KeyField, ...]
 
 
 class Finished(Message):

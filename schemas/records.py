@@ -3,14 +3,16 @@
 The rules of `schemas/messages.py` hold here too; it re-exports these names, and everybody imports them from there.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from schemas.ids import Position, RequestKey
 
 Purpose = Literal["train", "eval"]
 StopReason = Literal["moved", "pressure", "environment", "snapshot"]
+KeyField = Annotated[RequestKey, PlainSerializer(lambda key: key._asdict(), return_type=dict[str, int])]
+"""Written with the names of its parts."""
 
 
 class Message(BaseModel):

@@ -4,10 +4,12 @@ Rule 1: a split is looked for on a smaller copy of the deployment (fewer seats a
 among those whose work bound is near the best. The copy has fewer of the very longest responses, so from there the whole
 deployment is tried with more engines for rollout as long as that makes a step shorter.
 Rule 2: all modes get the same groups with the same lengths.
+Rule 3: each mode is looked at in a thread of its own, which waits for its runs (`runs.py`): all cores have work.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -31,6 +33,8 @@ BOUND_OVER_BEST_MAX = 1.35
 """Splits whose work bound is further from the best one are not tried."""
 TRIED_MAX = 7
 """So many splits are tried at first; then those between the best and its neighbours."""
+PROMISING = 2
+"""Of these, so many with the least work bound are tried before the others, which are tried only if they could win."""
 FINE = 100
 """Engines that are less than one in so many of all make no difference."""
 COPY = 8
@@ -75,15 +79,20 @@ class Found:
 
 def compare(deployment: Deployment, modes: list[str], rollout: int | None, say: Say) -> dict[str, Found]:
     """Each mode at its best split (or with `rollout` engines). StandsStill."""
-    found = {}
-    with many(deployment) as together:
-        for mode in modes:
-            case = sooner(in_mode(deployment, mode))
-            fixed = rollout is not None and case.settings.lag_max > 0
-            tried = {rollout: 0.0} if fixed and rollout else best_splits(case, together, say)
-            found[mode] = at_best(case, tried, together)
-            say(f"{mode}: {found[mode].figures.engines_rollout} engines for rollout, {case.seeds} seed(s)")
-    return found
+
+    def one(mode: str) -> Found:
+        case = sooner(in_mode(deployment, mode))
+        fixed = rollout is not None and case.settings.lag_max > 0
+        if fixed and rollout:
+            tried = {rollout: 0.0}
+        else:
+            tried = best_splits(case, together, lambda text: say(f"{mode}, {text}"))
+        found = at_best(case, tried, together)
+        say(f"{mode}: {found.figures.engines_rollout} engines for rollout, {case.seeds} seed(s)")
+        return found
+
+    with many(deployment) as together, ThreadPoolExecutor(len(modes)) as threads:
+        return dict(zip(modes, threads.map(one, modes), strict=True))
 
 
 def in_mode(deployment: Deployment, mode: str) -> Deployment:
@@ -147,19 +156,21 @@ def best_splits(case: Deployment, together: Many, say: Say) -> dict[int, float]:
         jobs = [Job(small, Split(rollout, case.engines_total), 0) for rollout in rollouts]
         for job, tape in zip(jobs, together(jobs), strict=True):
             minutes = tried[job.split.rollout] = _figures(small, job.split, [tape]).step_minutes
-            say(f"  {job.split.rollout} of {case.engines_total} engines: {minutes:.2f} min a step (smaller copy)")
+            say(f"{job.split.rollout} of {case.engines_total} engines: {minutes:.2f} min a step (smaller copy)")
         return ranked(tried)[0]
 
     stride = -(-len(near) // TRIED_MAX)
-    best = look(near[::stride])
+    first = sorted(list(near)[::stride], key=lambda rollout: near[rollout])
+    best = look(first[:PROMISING])
+    best = look([rollout for rollout in first[PROMISING:] if near[rollout] < 60 * tried[best]])
     while stride > _fine(case):
         stride = -(-stride // 2)
         best = look([rollout for rollout in (best - stride, best + stride) if rollout in near and rollout not in tried])
     return tried
 
 
-def candidates(case: Deployment) -> list[int]:
-    """Numbers of rollout engines worth trying."""
+def candidates(case: Deployment) -> dict[int, float]:
+    """Numbers of rollout engines worth trying, in order, each with its work bound in seconds."""
     assert case.engines_total is not None
     settings = case.settings
     bounds = {}
@@ -167,7 +178,7 @@ def candidates(case: Deployment) -> list[int]:
         split = Split(rollout, case.engines_total)
         bounds[rollout] = bound_s(case.cost, split, case.step_tokens, settings.engines.seats)
     best = min(bounds.values())
-    return [rollout for rollout, bound in bounds.items() if bound <= BOUND_OVER_BEST_MAX * best]
+    return {rollout: bound for rollout, bound in bounds.items() if bound <= BOUND_OVER_BEST_MAX * best}
 
 
 def copy_of(case: Deployment) -> Deployment:

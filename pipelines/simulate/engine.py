@@ -56,7 +56,7 @@ class Engine:
     def settle(self, now: float) -> None:
         """Bring `progress` to `now`."""
         spent, self.at = now - self.at, now
-        if not self.running:
+        if not spent or not self.running:
             return
         waited = min(spent, self.stall)
         self.stall -= waited

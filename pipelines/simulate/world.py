@@ -218,17 +218,29 @@ class World:
 
     def _finished(self, engine: Engine, run: Run) -> None:
         issue = run.issue
-        names = {"group": issue.group, "index": issue.index, "attempt": issue.attempt}
+        group, index, attempt = run.key
         where = {"engine": engine.number, "incarnation": engine.incarnation}
         if self.cost.failure_share and self.rng.random() < self.cost.failure_share:
-            self._say(m.Failed(**where, **names, reason="a simulated failure"))
+            self._say(m.Failed(**where, group=group, index=index, attempt=attempt, reason="a simulated failure"))
             return
         end = "length" if run.length >= self.new_max else "stop"
+        names = {"group": group, "index": index, "attempt": attempt}
         self._say(m.Finished(**where, **names, tokens=run.length, finish_reason=end))
-        place = {"partition": 0, "offset": 0, "row": 0, "error": None}
-        outcome = float((issue.group + issue.index) % 2)
-        verdict = {"version": issue.version, "purpose": issue.purpose, "reward": outcome, "outcome": outcome}
-        self.scores.append((self.now + self.cost.score_s, m.Scored(**names, **verdict, **place)))
+        outcome = float((group + index) % 2)
+        score = m.Scored(
+            group=group,
+            index=index,
+            attempt=attempt,
+            version=issue.version,
+            purpose=issue.purpose,
+            reward=outcome,
+            outcome=outcome,
+            error=None,
+            partition=0,
+            offset=0,
+            row=0,
+        )
+        self.scores.append((self.now + self.cost.score_s, score))
 
     def _issue(self, engine: Engine, issue: m.Issue) -> None:
         had, carried = 0, False

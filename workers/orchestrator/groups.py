@@ -29,13 +29,13 @@ Rule 3: the figures per version (live groups, live requests, waiting, KV) are ke
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from schemas.ids import Position, RequestKey
 from schemas.messages import Purpose, Scored
 
 
-class Stage(Enum):
+class Stage(IntEnum):
     OPEN = auto()
     COMPLETE = auto()
     CHOSEN = auto()
@@ -44,7 +44,7 @@ class Stage(Enum):
     VOIDED = auto()
 
 
-class Place(Enum):
+class Place(IntEnum):
     WAITING = auto()
     ENGINE = auto()
     STOPPING = auto()
@@ -204,13 +204,16 @@ class Groups:
         before = request.place
         assert place in PLACES_AFTER[before], f"request {request.key}: {before.name} -> {place.name}"
         books = self.versions[request.version]
-        change = (place in UNSAMPLED) - (before in UNSAMPLED)
-        books.unsampled += change
-        self.drained |= change < 0 and books.unsampled == 0
-        books.tokens += change * request.tokens_max
-        books.waiting += (place is Place.WAITING) - (before is Place.WAITING)
         request.place = place
+        change = (place in UNSAMPLED) - (before in UNSAMPLED)
+        if change:
+            books.unsampled += change
+            books.tokens += change * request.tokens_max
+            self.drained |= books.unsampled == 0
+        if before is Place.WAITING:
+            books.waiting -= 1
         if place is Place.WAITING:
+            books.waiting += 1
             books.queue.append(request)
 
     def scored(self, group: Group, request: Request, score: Scored) -> bool:

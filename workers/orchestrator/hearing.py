@@ -136,9 +136,9 @@ class Hearing:
 
     def _on_finished(self, word: m.Finished) -> None:
         engine = self._heard(word.engine, word.incarnation)
-        key = RequestKey(word.group, word.index, word.attempt)
         if engine is None:
             return
+        key = RequestKey(word.group, word.index, word.attempt)
         if self.fleet.release(engine, key):
             self.changed = True
             version = engine.version

@@ -126,7 +126,7 @@ class Fleet:
         if engine.version is None:
             return
         there = self.roomy.setdefault(engine.version, {})
-        if gone or engine.loading is not None or not engine.free_seats:
+        if gone or engine.loading is not None or len(engine.booked) == engine.seats:
             there.pop(engine.number, None)
         else:
             there[engine.number] = engine

@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, ValidationError
 
-from schemas.ids import Position, RequestKey
-from schemas.messages import Effect, EndRun, Message, PromptArrived, Purpose, Scored
+from schemas.ids import Position
+from schemas.messages import Effect, EndRun, KeyField, Message, PromptArrived, Purpose, Scored
 from schemas.settings import Settings
 from workers.orchestrator import window
 from workers.orchestrator.groups import Group, Groups, Place, Request, Stage
@@ -85,7 +85,7 @@ class EnginePart(_Part):
     loading: int | None
     loading_since: int
     issued: int
-    booked: tuple[tuple[RequestKey, int], ...]
+    booked: tuple[tuple[KeyField, int], ...]
 
 
 class FleetPart(_Part):
@@ -127,7 +127,7 @@ class Snapshot(_Part):
     patience: int
     rebalanced_at: int
     issued: tuple[tuple[int, int, int, int], ...]
-    strays: tuple[tuple[int, RequestKey], ...]
+    strays: tuple[tuple[int, KeyField], ...]
     checkpoints: tuple[int, ...] | None
     unretired: tuple[int, ...]
     undeleted: tuple[int, ...]

@@ -68,6 +68,9 @@ class Mind(Hearing):
         if seen == self.judged:
             return
         self.judged = seen
+        if not window.enough(self.rules, len(self.groups.complete), self.groups.live, self.rows.exhausted):
+            self.blocked = False
+            return
         complete = [window.Candidate(g.number, g.version, g.completed) for g in self.groups.complete.values()]
         live = self.groups.live_by_version()
         choice = window.choose(self.rules, self.step_next, complete, live, self.rows.exhausted)
@@ -185,7 +188,7 @@ class Mind(Hearing):
 
     def _supplement(self) -> None:
         """Fill free seats: requests that wait, oldest version first, then new groups."""
-        for version in sorted(v for v, books in self.groups.versions.items() if books.waiting):
+        for version in sorted([v for v, books in self.groups.versions.items() if books.waiting]):
             self._place(version)
         while not self.ended and self._may_open():
             self._open(self.published, self.rows.unread.popleft(), "train", self.settings.group_size)
@@ -201,8 +204,8 @@ class Mind(Hearing):
         """A row is there, the version has a seat and KV for it, and nothing waits for that."""
         if not self.rows.unread or not self.fleet.has_free_seat(version):
             return False
-        books = self.groups.versions.values() if self.settings.mixes_versions else [self.groups.of(version)]
-        if any(book.waiting for book in books):
+        mixed = self.settings.mixes_versions
+        if any(b.waiting for b in self.groups.versions.values()) if mixed else self.groups.of(version).waiting:
             return False
         tokens = tokens_max(self.rows.unread[0])
         too_long = tokens > self.fleet.request_limit()

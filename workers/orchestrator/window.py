@@ -87,6 +87,15 @@ def fits(rules: Rules, live: Iterable[tuple[int, int]], first: int) -> bool:
     return True
 
 
+def enough(rules: Rules, complete: int, live: int, exhausted: bool) -> bool:
+    """Are `complete` of `live` groups a batch? The last one may be smaller, once everything live is complete."""
+    return complete >= (max(min(live, rules.batch), 1) if _is_last(rules, live, exhausted) else rules.batch)
+
+
+def _is_last(rules: Rules, live: int, exhausted: bool) -> bool:
+    return exhausted and (rules.oversample or live <= rules.batch)
+
+
 def choose(
     rules: Rules, step: int, complete: Sequence[Candidate], live: Sequence[tuple[int, int]], exhausted: bool
 ) -> Choice:
@@ -97,8 +106,7 @@ def choose(
     to be voided, so nothing can be left too old, and the first batch after the last prompt is the last. I1 is asserted.
     """
     total = sum(count for _, count in live)
-    last = exhausted and (rules.oversample or total <= rules.batch)
-    if len(complete) < (max(min(total, rules.batch), 1) if last else rules.batch):
+    if not enough(rules, len(complete), total, exhausted):
         return Choice()
     order = sorted(complete, key=lambda c: (deadline(c.version, rules.staleness_max, rules.steps), c.completed))
     taken = order[: rules.batch]
@@ -109,7 +117,7 @@ def choose(
         return Choice(blocked=True)
     for candidate in taken:
         assert lag_allowed(step, candidate.version, rules.staleness_max), f"{candidate} in step {step}"
-    return Choice(tuple(candidate.group for candidate in taken), exhausted=last)
+    return Choice(tuple(candidate.group for candidate in taken), exhausted=_is_last(rules, total, exhausted))
 
 
 def oldest_live(rules: Rules, first: int) -> int:
