@@ -62,13 +62,13 @@ MUTANTS = (
     Mutant(
         "the last batch waits for B groups",
         "window",
-        "last = exhausted and (rules.oversample or total <= rules.batch)",
-        "last = False",
+        "return exhausted and (rules.oversample or live <= rules.batch)",
+        "return False",
     ),
     Mutant(
         "a batch may be small before the end",
         "window",
-        "(max(min(total, rules.batch), 1) if last else rules.batch)",
+        "(max(min(live, rules.batch), 1) if _is_last(rules, live, exhausted) else rules.batch)",
         "max(1, rules.batch - 1)",
     ),
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = (
         "busy = [e for e in self.engines.values() if e.loading is None and",
         "busy = [e for e in self.engines.values() if",
     ),
-    Mutant("seats are overbooked by one", "placement", "or not engine.free_seats:", "or engine.free_seats < 0:"),
+    Mutant("seats are overbooked by one", "placement", "or len(engine.booked) == engine.seats:", "or False:"),
     Mutant(
         "KV is overbooked",
         "placement",
@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "the last prompts' surplus waits for another batch",
         "window",
-        "last = exhausted and (rules.oversample or total <= rules.batch)",
-        "last = exhausted and total <= rules.batch",
+        "return exhausted and (rules.oversample or live <= rules.batch)",
+        "return exhausted and live <= rules.batch",
         "oversample",
     ),
     Mutant("surplus ends the run", "hearing", ' and reason != "surplus"', "", "oversample"),

@@ -119,7 +119,7 @@ def test_a_run_that_ends_is_simulated_to_its_end() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_that_are_tried_lie_around_the_best_work_bound(name: str) -> None:
-    tried = candidates(in_mode(preset(name), "dora"))
+    tried = list(candidates(in_mode(preset(name), "dora")))
     assert tried == list(range(tried[0], tried[-1] + 1))
     assert all(0.1 < rollout / (preset(name).engines_total or 1) < 0.9 for rollout in tried)
 

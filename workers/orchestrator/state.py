@@ -204,8 +204,8 @@ class Mind(Hearing):
         """A row is there, the version has a seat and KV for it, and nothing waits for that."""
         if not self.rows.unread or not self.fleet.has_free_seat(version):
             return False
-        mixed = self.settings.mixes_versions
-        if any(b.waiting for b in self.groups.versions.values()) if mixed else self.groups.of(version).waiting:
+        books = self.groups.versions.values() if self.settings.mixes_versions else [self.groups.of(version)]
+        if any(book.waiting for book in books):
             return False
         tokens = tokens_max(self.rows.unread[0])
         too_long = tokens > self.fleet.request_limit()
