@@ -14,7 +14,7 @@ class RequestKey(NamedTuple):
     """One issue of one sample to an engine. A word about an older `attempt` is ignored."""
 
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's own `index` is never asked
     attempt: int
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "BatchRecord",
     "DeadLetter",
     "Issue",
+    "KeyField",
     "KvHandle",
     "Member",
     "Message",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines.models import write_tiny
 from schemas.settings import Settings
-from workers.trainer.learners.base import Sample
+from workers.trainer.learners.base import Learner, Sample
 from workers.trainer.learners.hf_config import LLAMA3_ROPE
 from workers.trainer.learners.megatron_learner import MegatronLearner
 
@@ -53,9 +53,9 @@ def learner_of(
     return MegatronLearner(Settings.model_validate(tree), model)
 
 
-def save(learner: MegatronLearner, folder: Path) -> None:
-    """A checkpoint at once, into a new folder."""
-    folder.mkdir()
+def save(learner: Learner, folder: Path) -> None:
+    """A checkpoint at once; every rank calls it."""
+    folder.mkdir(exist_ok=True)
     snapshot = learner.snapshot(folder)
     snapshot.write()
     snapshot.finish()

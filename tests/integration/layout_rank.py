@@ -37,7 +37,7 @@ def make(learner: Any, call: str, arguments: Any) -> Any:
     import torch
     from safetensors.torch import save_file
 
-    from tests.integration.helpers_megatron import samples_from
+    from tests.integration.helpers_megatron import samples_from, save
     from workers.transport.weights.manifest import fingerprint
 
     match call:
@@ -48,7 +48,7 @@ def make(learner: Any, call: str, arguments: Any) -> Any:
         case "probe":
             return learner.probe(arguments)
         case "save":
-            return learner.save(Path(arguments), {"step": 1})
+            return save(learner, Path(arguments))
         case "restore":
             return learner.restore(Path(arguments))
         case "export":

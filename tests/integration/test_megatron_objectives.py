@@ -144,7 +144,7 @@ def test_the_reference_is_renewed_every_two_steps_also_after_a_resume(llama: Pat
     kls = [learner.train(samples, step)["reference_kl"] for step in range(3)]
     assert kls[0] == kls[2] == pytest.approx(0.0, abs=1e-9), "to version 0, and to version 2"
     assert kls[1] > 1e-3
-    learner.save(_folder(tmp_path), {})
+    save(learner, tmp_path / "saved")
     resumed = learner_of(llama, dtype=dtype, **training)
     resumed.restore(tmp_path / "saved")
     for step in (3, 4, 5):
@@ -152,12 +152,6 @@ def test_the_reference_is_renewed_every_two_steps_also_after_a_resume(llama: Pat
         assert (said["reference_kl"] > 1e-3) is (step != 4)
         assert resumed.train(samples, step) == said
     assert fingerprint(resumed.export()) == fingerprint(learner.export())
-
-
-def _folder(tmp_path: Path) -> Path:
-    made = tmp_path / "saved"
-    made.mkdir()
-    return made
 
 
 def test_a_step_has_the_learning_rate_of_its_number_also_after_a_resume(llama: Path, tmp_path: Path) -> None:

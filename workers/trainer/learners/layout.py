@@ -112,7 +112,8 @@ def micro_batches(
     if len(made) >= copies:
         return made
     share = -(-sum(micro.tokens for micro in made) // copies)
-    return together(prompts, responses, share + max(len(prompt) for prompt in prompts))  # a split tree has its prompt twice
+    twice = max(len(prompt) for prompt in prompts)  # a tree that is split has its prompt twice
+    return together(prompts, responses, share + twice)
 
 
 def shares(micros: Sequence[MicroBatch], copies: int) -> list[list[MicroBatch]]:
