@@ -1,0 +1,216 @@
+"""KV files of one host: whole or not there, taken once, and nothing left of the dead."""
+
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.runtime import clock
+from workers.transport.kv import shared_memory
+from workers.transport.kv.handoff import LEASE_US, SECOND_US, Header, Kind, State, Unusable, prefix_hash
+from workers.transport.kv.shared_memory import CHECK_BYTES, CLAIMED, HEAD_BYTES, OFFERED, SharedMemory, folder_of
+
+DATA = os.urandom(CHECK_BYTES + 1000)
+HEADER = Header(
+    kind=Kind(model="m", fingerprint="f", layout="l", dtype="d", block_tokens=32),
+    tokens=3,
+    prefix=prefix_hash((1, 2, 3)),
+    size=len(DATA),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Not in shared memory itself: there are runs on this machine, and these tests sweep at other times."""
+    return tmp_path / folder_of("unit", tmp_path).name
+
+
+@pytest.fixture
+def owner(folder: Path) -> SharedMemory:
+    return SharedMemory(folder, 1, clock.now_us())
+
+
+@pytest.fixture
+def other(folder: Path, owner: SharedMemory) -> SharedMemory:
+    del owner  # it starts first
+    return SharedMemory(folder, 2, clock.now_us())
+
+
+def _fill(into: memoryview) -> None:
+    into[:] = DATA
+
+
+def _offer(owner: SharedMemory, group: int = 7) -> str:
+    name = owner.name(group, 0, 0)
+    shared_memory.write(owner.path(name), HEADER, _fill)
+    return name
+
+
+def _reason(path: Path) -> str:
+    with pytest.raises(Unusable) as caught:
+        shared_memory.read_header(path)
+    return caught.value.reason
+
+
+def test_what_is_offered_is_claimed_read_and_released(owner: SharedMemory, other: SharedMemory) -> None:
+    name = _offer(owner)
+    assert owner.state(name) is State.OFFERED
+    path = other.claim(owner.location(name))
+    assert owner.state(name) is State.CLAIMED
+    header = shared_memory.read_header(path)
+    assert (header.kind, header.tokens, header.prefix) == (HEADER.kind, 3, HEADER.prefix)
+    assert bytes(shared_memory.blocks_of(path)) == DATA
+    other.release(path)
+    assert owner.state(name) is State.RELEASED
+
+
+def test_blocks_stay_readable_after_the_file_is_gone_and_writing_to_them_changes_no_file(
+    owner: SharedMemory, other: SharedMemory
+) -> None:
+    path = other.claim(owner.location(_offer(owner)))
+    blocks, again = shared_memory.blocks_of(path), shared_memory.blocks_of(path)
+    blocks[0] = blocks[0] ^ 1
+    assert bytes(again) == DATA
+    other.release(path)
+    assert bytes(again) == DATA
+
+
+def test_kv_that_a_receiver_claimed_before_it_died_can_be_claimed_by_the_next(
+    owner: SharedMemory, other: SharedMemory, folder: Path
+) -> None:
+    location = owner.location(_offer(owner))
+    first = other.claim(location)
+    third = SharedMemory(folder, 3, clock.now_us())
+    assert third.claim(location) == first
+
+
+@pytest.mark.parametrize(
+    "location", ["", "shm:elsewhere/1.7.0.0", "shm:{}/../{}/1.7.0.0", "shm:{}/none", "grpc://h:1/x"]
+)
+def test_what_is_not_in_the_runs_folder_is_gone(owner: SharedMemory, folder: Path, location: str) -> None:
+    _offer(owner)
+    with pytest.raises(Unusable, match="gone"):
+        owner.claim(location.format(folder.name, folder.name))
+
+
+@pytest.mark.parametrize("end", [HEAD_BYTES + len(DATA) - 1, HEAD_BYTES + len(DATA) + 1, HEAD_BYTES])
+def test_a_file_of_another_length_is_truncated(owner: SharedMemory, end: int) -> None:
+    path = owner.claim(owner.location(_offer(owner)))
+    os.truncate(path, end)
+    assert _reason(path) == "truncated"
+
+
+@pytest.mark.parametrize("place", [0, CHECK_BYTES - 1, CHECK_BYTES, len(DATA) - 1])
+def test_one_flipped_bit_anywhere_in_the_blocks_is_seen(owner: SharedMemory, place: int) -> None:
+    path = owner.claim(owner.location(_offer(owner)))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as whole:
+        whole[HEAD_BYTES + place] ^= 4
+    assert _reason(path) == "checksum"
+
+
+@pytest.mark.parametrize("start", [b"", b"{}", b"\xff\xfe", b'{"format":1}'])
+def test_a_header_that_is_none_is_unreadable(owner: SharedMemory, start: bytes) -> None:
+    path = owner.claim(owner.location(_offer(owner)))
+    path.write_bytes(start.ljust(HEAD_BYTES) + DATA)
+    assert _reason(path) == "unreadable"
+
+
+def test_a_claimed_file_that_was_deleted_meanwhile_is_gone(owner: SharedMemory) -> None:
+    path = owner.claim(owner.location(_offer(owner)))
+    path.unlink()
+    assert _reason(path) == "gone"
+
+
+def test_a_write_that_fails_leaves_nothing(owner: SharedMemory, folder: Path) -> None:
+    def fails(into: memoryview) -> None:
+        into[0] = 1
+        raise RuntimeError("no copy")
+
+    with pytest.raises(RuntimeError, match="no copy"):
+        shared_memory.write(owner.path("1.0.0.0"), HEADER, fails)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_shared_memory_is_an_error_and_not_a_dead_process(owner: SharedMemory, folder: Path) -> None:
+    """The limit on a file's size says what a full file system would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES, hard))
+    try:
+        with pytest.raises(Unusable, match="no_space"):
+            shared_memory.write(owner.path("1.0.0.0"), HEADER, _fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(folder.iterdir()) == []
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit import test_shared_memory as t
+from workers.transport.kv import shared_memory
+from workers.transport.kv.shared_memory import SharedMemory
+owner = SharedMemory(Path(sys.argv[1]), 1, t.clock.now_us())
+t._offer(owner, 1)
+owner.claim(owner.location(t._offer(owner, 2)))
+shared_memory.write(owner.path("1.3.0.0"), t.HEADER, lambda into: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_what_a_killed_engine_left_is_deleted_when_it_starts_again_and_nobody_elses(
+    owner: SharedMemory, other: SharedMemory, folder: Path
+) -> None:
+    """Killed between a `.part` and its name, with an offer and a claim of its own."""
+    del owner
+    kept = _offer(other)
+    died = subprocess.run([sys.executable, "-c", _KILLED, str(folder)], check=False, cwd=Path(__file__).parents[2])
+    assert died.returncode == -signal.SIGKILL
+    assert {path.name for path in folder.iterdir()} == {
+        "1.1.0.0.offered",
+        "1.2.0.0.claimed",
+        "1.3.0.0.part",
+        kept + OFFERED,
+    }
+    SharedMemory(folder, 1, clock.now_us())
+    assert [path.name for path in folder.iterdir()] == [kept + OFFERED]
+
+
+def test_a_lease_that_ran_out_is_swept_and_a_renewed_one_is_not(owner: SharedMemory, other: SharedMemory) -> None:
+    dead, alive, claimed = (_offer(owner, group) for group in (1, 2, 3))
+    other.claim(owner.location(claimed))
+    later = clock.now_us() + LEASE_US + SECOND_US
+    owner.renew(alive, later)
+    owner.renew(claimed, later)
+    other.sweep(later)
+    assert [owner.state(name) for name in (dead, alive, claimed)] == [State.RELEASED, State.OFFERED, State.CLAIMED]
+
+
+def test_an_engine_that_ends_takes_its_offers_along_and_the_last_one_the_folder(
+    owner: SharedMemory, other: SharedMemory, folder: Path
+) -> None:
+    _offer(owner)
+    name = _offer(other)
+    owner.close()
+    assert [path.name for path in folder.iterdir()] == [name + OFFERED]
+    other.close()
+    assert not folder.exists()
+
+
+def test_a_delete_takes_whatever_state_it_is_in(owner: SharedMemory, folder: Path) -> None:
+    first, second = _offer(owner, 1), _offer(owner, 2)
+    owner.claim(owner.location(second))
+    assert (folder / (second + CLAIMED)).exists()
+    owner.delete(first)
+    owner.delete(second)
+    assert list(folder.iterdir()) == []
+
+
+def test_two_runs_of_one_name_lie_in_two_folders(tmp_path: Path) -> None:
+    assert folder_of("r", tmp_path / "a") != folder_of("r", tmp_path / "b")
+    assert folder_of("r", tmp_path / "a") == folder_of("r", tmp_path / "b" / ".." / "a")
