@@ -216,7 +216,8 @@ def summary_rows(made: Mapping[str, Any]) -> Rows:
     )
     trained = ", ".join(f"lag {key}: {count}" for key, count in lag.items()) or "nothing trained"
     yield "lag", f"{trained} (at most {made['staleness_max']} allowed)"
-    yield "moves", f"{moves['count']}"
+    again = f"; prefilled again: {counts(moves['reprefilled'])}" if moves["reprefilled"] else ""
+    yield "moves", f"{moves['count']}, {moves['kv_reused']} with their KV{again}"
     yield (
         "engines' time",
         f"decode {percent(share['decode'])}, prefill {percent(share['prefill'])}, idle {percent(share['idle'])}, "

@@ -84,7 +84,7 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
         ),
         lag=s.Lag(histogram=lag, max=max(lag, default=0)),
         versions=s.Versions(published=len(tally.fingerprints), hosted_max=tally.hosted_max),
-        migrations=_migrations(run_dir, tally),
+        migrations=_migrations(tally),
         time_share=_time_share(tally, metrics),
         reward=_reward(tally, rows, run_dir),
         weights=s.WeightsSummary(
@@ -137,20 +137,14 @@ def _seconds(start: int | None, end: int | None) -> float:
     return max(0.0, (end - start) / 1e6) if start is not None and end is not None else 0.0
 
 
-def _migrations(run_dir: Path, tally: Tally) -> s.Migrations:
-    """Every stay after the first is a move: its KV came along, or its tokens were prefilled again."""
-    count = reused = recomputed = 0
-    for kind in ("trajectories", "evaluations"):
-        for path in archive.read(run_dir, kind).column("engine_path").to_pylist():
-            for stay in path[1:]:
-                count += 1
-                reused += stay["kv_reused"] > 0
-                recomputed += stay["kv_reused"] == 0
+def _migrations(tally: Tally) -> s.Migrations:
+    of, start = tally.engine_moves(), "reprefills/"
     return s.Migrations(
-        count=count,
-        kv_reused=reused,
-        reprefilled={"no_handle": recomputed} if recomputed else {},
-        bytes=0,
+        count=of["taken"],
+        kv_reused=of["carried"],
+        reprefilled={name.removeprefix(start): count for name, count in of.items() if name.startswith(start)},
+        tokens_recomputed=of["tokens_recomputed"],
+        bytes=of["size"],
         seconds=round(tally.engine_seconds()["migrate_s"], 3),
     )
 

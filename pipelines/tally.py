@@ -30,8 +30,6 @@ _QUEUES = (
 )
 
 SampleKey = tuple[int, int, int]
-Place = tuple[str, int, int]
-"""Topic, partition, offset."""
 
 
 class Tally:
@@ -63,7 +61,6 @@ class Tally:
         self.last_weights_us: int | None = None
         self.last_step_us: int | None = None
         self.moves = 0
-        self.tokens_prefilled_again = 0
         self.figures: dict[str, float] = {}
         """The orchestrator's last word on itself."""
         self.trainer: Counter[str] = Counter()
@@ -73,9 +70,6 @@ class Tally:
         self.dead_letters = 0
         self._lag: Counter[int] = Counter()
         self._scores: dict[SampleKey, float] = {}
-        self._prompt_tokens: dict[int, int] = {}
-        self._partials: dict[Place, tuple[int, int]] = {}
-        """Where it lies -> its group and tokens."""
         self._tokens = 0
         self._rate: deque[tuple[int, int]] = deque()
 
@@ -144,12 +138,6 @@ class Tally:
         self.hosting[event["engine"]] = event["version"]
         self.loading.pop(event["engine"], None)
 
-    def _event_prompt(self, event: Mapping[str, Any]) -> None:
-        self._prompt_tokens[event["row"]] = event["prompt_tokens"]
-
-    def _event_partial(self, event: Mapping[str, Any]) -> None:
-        self._partials[_place(event["at"])] = (event["group"], event["tokens"])
-
     def _event_heartbeat(self, event: Mapping[str, Any]) -> None:
         key = (event["engine"], event["incarnation"])
         before = self.heartbeats.get(key)
@@ -174,8 +162,6 @@ class Tally:
             self.opened.setdefault(effect["group"], effect["version"])
         if effect["partial"] is not None:
             self.moves += 1
-            _, again = self._partials.pop(_place(effect["partial"]), (0, 0))
-            self.tokens_prefilled_again += again + self._prompt_tokens.get(effect["prompt_row"], 0)
 
     def _effect_swap(self, effect: Mapping[str, Any]) -> None:
         if self._incarnation(effect["engine"]) == effect["incarnation"]:
@@ -214,7 +200,6 @@ class Tally:
 
     def _forget(self, groups: list[int]) -> None:
         ended = set(groups)
-        self._partials = {at: partial for at, partial in self._partials.items() if partial[0] not in ended}
         self._scores = {key: score for key, score in self._scores.items() if key[0] not in ended}
 
     # --- figures ----------------------------------------------------------------------------
@@ -266,6 +251,15 @@ class Tally:
     def engine_seconds(self) -> dict[str, float]:
         """Seconds of all engines, by what they did: the last heartbeat of every incarnation, added up."""
         return {name: sum(float(beat[name]) for beat in self.heartbeats.values()) for name in _SHARES}
+
+    def engine_moves(self) -> Counter[str]:
+        """Figures of all engines' `Moves`, those by reason as `reprefills/REASON`."""
+        total: Counter[str] = Counter()
+        for beat in self.heartbeats.values():
+            figures = dict(beat.get("moves", {}))
+            total.update({f"reprefills/{reason}": count for reason, count in figures.pop("reprefills", {}).items()})
+            total.update(figures)
+        return total
 
     def engine_shares(self) -> dict[str, float]:
         """Share of all engines' time, by what they did."""
@@ -329,13 +323,8 @@ class Tally:
             trainer_publish_share=self._trainer_share("publish_s"),
             engine_shares=self.engine_shares(),
             moves=self.moves,
-            tokens_prefilled_again=self.tokens_prefilled_again,
+            tokens_prefilled_again=self.engine_moves()["tokens_recomputed"],
             engines_lost=self.engines_lost,
             restarts=self.restarts,
             dead_letters=self.dead_letters,
         )
-
-
-def _place(at: Any) -> Place:
-    topic, partition, offset = at
-    return topic, partition, offset

@@ -60,8 +60,10 @@ def _rollout(process: Process, bus: Bus, number: int) -> int:
     engine: Engine
     if settings.engines.kind == "vllm":
         from workers.rollout.engines.vllm_engine import VllmEngine
+        from workers.transport.kv.shared_memory import folder_of
 
-        engine = VllmEngine(settings, Path(settings.model))
+        folder = folder_of(process.run, process.run_dir)
+        engine = VllmEngine(settings, Path(settings.model), kv_folder=folder, number=number)
     else:
         from workers.rollout.engines.paced_engine import PacedEngine
 

@@ -120,6 +120,19 @@ class Hosting(Message):
     load_s: float
 
 
+class Moves(Message):
+    """Requests that an engine took up after they had stopped elsewhere, cumulative. `taken` of them; `carried` with
+    their KV (`size` bytes were loaded). Tokens of all of them: whose KV came along, and computed again. `reprefills`:
+    those without KV by reason (`Reason` of workers/transport/kv/handoff.py)."""
+
+    taken: int = 0
+    carried: int = 0
+    tokens_carried: int = 0
+    tokens_recomputed: int = 0
+    size: int = 0
+    reprefills: dict[str, int] = Field(default_factory=dict)
+
+
 class Heartbeat(Message):
     """An engine lives. `*_s` are cumulative seconds of this incarnation, `tokens` cumulative sampled tokens."""
 
@@ -136,6 +149,7 @@ class Heartbeat(Message):
     idle_s: float = 0.0
     load_s: float = 0.0
     migrate_s: float = 0.0
+    moves: Moves = Field(Moves(), exclude_if=lambda moves: not moves.taken)
 
 
 class Started(Message):

@@ -33,11 +33,13 @@ class Stay(Message):
 
 
 class KvHandle(Message):
-    """Where the KV cache of a stopped request can be had. A seam: nobody writes one yet."""
+    """Where the KV cache of the first `tokens` tokens of a stopped request can be had, and of which weights it is. With
+    `refused` it cannot be had, and this is why."""
 
     location: str
     tokens: int
     fingerprint: str
+    refused: str = Field("", exclude_if=lambda reason: not reason)
 
 
 class PromptRecord(Message):

@@ -47,6 +47,11 @@ class Engines(Section):
     count: int = Field(2, ge=1, le=4096, description="Number of engines.")
     seats: int = Field(32, ge=1, description="Requests at once in one engine.")
     kv_mib: int = Field(256, ge=1, description="KV cache of one engine, MiB.")
+    kv_host_mib: int = Field(
+        256,
+        ge=0,
+        description="Host memory for the KV of requests that leave one engine, MiB; 0 = they are prefilled again.",
+    )
     tokens_per_request_max: int = Field(1024, ge=16, description="Prompt and response together, tokens.")
     threads: int = Field(1, ge=1, description="OpenMP threads of one engine.")
     timeout_s: float = Field(60.0, gt=0, description="An engine that says nothing for this long is lost.")

@@ -31,11 +31,14 @@ class Versions(Part):
 
 
 class Migrations(Part):
+    """Requests that went on at an engine after a stop, as the engines count them."""
+
     count: int
-    kv_reused: int
-    reprefilled: dict[str, int]
-    bytes: int
-    seconds: float
+    kv_reused: int = Field(description="With their KV.")
+    reprefilled: dict[str, int] = Field(description="Without it, by reason.")
+    tokens_recomputed: int = Field(0, description="Of all of them; 1 for each with its KV.")
+    bytes: int = Field(description="Of KV that was loaded.")
+    seconds: float = Field(description="In which engines stopped requests and copied their KV out.")
 
 
 class TimeShare(Part):

@@ -14,7 +14,11 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite(
-    "tests.integration.whole_run", "tests.house", "tests.unit.rollout_house", "tests.unit.trainer_world"
+    "tests.integration.whole_run",
+    "tests.integration.kv_two",
+    "tests.house",
+    "tests.unit.rollout_house",
+    "tests.unit.trainer_world",
 )
 from pipelines.local_services import start_kafka  # noqa: E402
 

@@ -77,6 +77,7 @@ STATUS: tuple[m.Message, ...] = (
         idle_s=1.0,
         load_s=2.0,
         migrate_s=0.0,
+        moves=m.Moves(taken=3, carried=2, tokens_carried=90, tokens_recomputed=42, size=4096, reprefills={"gone": 1}),
     ),
     m.Started(engine=1, incarnation=AT, requests=(RequestKey(4711, 3, 1),)),
     m.Finished(engine=1, incarnation=AT, group=4711, index=3, attempt=1, tokens=2, finish_reason="stop"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.ids import RequestKey, sampling_seed
-from schemas.messages import RequestRecord, WeightsRecord
+from schemas.messages import KvHandle, RequestRecord, WeightsRecord
 from schemas.settings import Dataset, Engines, Sampling, Settings
 from workers.rollout.engines.base import Engine, Load, Tokens
 from workers.transport.weights.store import Published
@@ -109,6 +109,11 @@ class Host:
             raise answer
         return answer
 
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.join()
+
     def close(self) -> None:
         self._pipe.close()
         self._process.join(20)
@@ -129,14 +134,24 @@ def open_host() -> Iterator[Host]:
 class RemoteEngine:
     """An engine of the host."""
 
-    def __init__(self, host: Host, name: str, settings: Settings, model_folder: Path, *, cold: int | None = None):
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        settings: Settings,
+        model_folder: Path,
+        *,
+        cold: int | None = None,
+        kv_folder: Path | None = None,
+        number: int = 0,
+    ):
         self._host, self._name = host, name
         self.seats, self.kv_tokens_max, self.tokens_per_request_max = host.call(
-            "start", name, settings, model_folder, cold
+            "start", name, settings, model_folder, cold, kv_folder, number
         )
 
-    def _do(self, method: str, *args: Any) -> Any:
-        return self._host.call("do", self._name, method, *args)
+    def _do(self, method: str, *args: Any, **named: Any) -> Any:
+        return self._host.call("do", self._name, method, *args, **named)
 
     @property
     def version(self) -> int | None:
@@ -157,8 +172,12 @@ class RemoteEngine:
         found: list[Tokens] = self._do("step")
         return found
 
-    def stop(self, keys: tuple[RequestKey, ...]) -> None:
-        self._do("stop", keys)
+    def stop(self, keys: tuple[RequestKey, ...], *, offer: bool = False) -> dict[RequestKey, KvHandle]:
+        found: dict[RequestKey, KvHandle] = self._do("stop", keys, offer=offer)
+        return found
+
+    def tend(self) -> None:
+        self._do("tend")
 
     def load_now(self) -> Load:
         found: Load = self._do("load_now")
@@ -223,21 +242,23 @@ def _serve(pipe: Connection) -> None:
             return
 
 
-def start(name: str, settings: Settings, model_folder: Path, cold: int | None) -> tuple[int, int, int]:
+def start(  # noqa: PLR0917
+    name: str, settings: Settings, model_folder: Path, cold: int | None, kv_folder: Path | None = None, number: int = 0
+) -> tuple[int, int, int]:
     """`cold`: let vLLM load the folder itself, as this version, with no swap ever."""
     from workers.rollout.engines.vllm_engine import VllmEngine
 
     if cold is not None:
         settings = settings.model_copy(update={"vllm": settings.vllm | {"load_format": "auto"}})
-    engine = VllmEngine(settings, model_folder)
+    engine = VllmEngine(settings, model_folder, kv_folder=kv_folder, number=number)
     if cold is not None:
         engine._version = cold
     _ENGINES[name] = engine
     return engine.seats, engine.kv_tokens_max, engine.tokens_per_request_max
 
 
-def do(name: str, method: str, *args: Any) -> Any:
-    return getattr(_ENGINES[name], method)(*args)
+def do(name: str, method: str, *args: Any, **named: Any) -> Any:
+    return getattr(_ENGINES[name], method)(*args, **named)
 
 
 def get(name: str, attribute: str) -> Any:
@@ -332,5 +353,50 @@ def hf_logprobs(folder: Path, dtype: str, ids: Sequence[int], temperature: float
 def probe(name: str, ids: Sequence[int]) -> list[float]:
     """The engine's own probe of what it serves."""
     engine = _ENGINES[name]
-    found: list[float] = engine._probe(ids, engine.version or 0)
+    found: list[float] = engine.probe(ids, engine.version or 0)
     return found
+
+
+def break_loads(on: bool) -> None:
+    """Let every copy of KV into an engine of this process fail, or no longer."""
+    from workers.transport.kv import vllm_connector
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("this copy fails")
+
+    kept = _KEPT.setdefault("load", vllm_connector.load)
+    setattr(vllm_connector, "load", fails if on else kept)  # noqa: B010
+
+
+def tend_later(name: str, seconds: float) -> None:
+    """`tend` of the engine as it would be so much later."""
+    from workers.rollout.engines import vllm_kv
+
+    class Later:
+        now_us = staticmethod(lambda: _KEPT["now_us"]() + int(seconds * 1_000_000))
+
+    _KEPT.setdefault("now_us", vllm_kv.clock.now_us)
+    kept, vllm_kv.clock = vllm_kv.clock, Later  # type: ignore[assignment]
+    try:
+        _ENGINES[name].tend()
+    finally:
+        vllm_kv.clock = kept
+
+
+def held(name: str) -> dict[str, int]:
+    """What an engine that is empty must not hold: blocks, requests in vLLM's tables, files and names of its moves."""
+    engine = _ENGINES[name]
+    scheduler, moves = engine._core.scheduler, engine._moves
+    return {
+        "blocks": engine._blocks_free_max - engine._pool.get_num_free_blocks(),
+        "requests": len(scheduler.requests) + len(engine._requests) + len(engine._internal) + len(engine._new),
+        "moves": len(moves._inside) + len(scheduler.connector._begun) + len(scheduler.connector.loaded),
+        "failed": len(scheduler.connector.failed) + len(scheduler.connector._loading),
+    }
+
+
+def resident_mib() -> float:
+    """Memory of this process."""
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 2**20

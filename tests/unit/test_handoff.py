@@ -92,9 +92,10 @@ def test_the_cheapest_to_compute_again_makes_room_and_of_equals_the_oldest() -> 
     assert offers.names == ("0", "3", "new")
 
 
-def test_an_offer_that_is_the_cheapest_itself_or_larger_than_all_is_not_made() -> None:
+def test_an_offer_that_is_none_of_the_dearest_or_larger_than_all_is_not_made() -> None:
     offers = _offers(60, 40)
     assert offers.on(Offer("small", 10, 10, 9)) == [Refuse("small", "budget")]
+    assert offers.on(Offer("equal", 40, 40, 9)) == [Refuse("equal", "budget")]
     assert offers.on(Offer("huge", 101, 101, 9)) == [Refuse("huge", "budget")]
     assert offers.names == ("0", "1")
 
@@ -170,7 +171,7 @@ class _Life(RuleBasedStateMachine):
                 case Expire():
                     gone = self.files.pop(effect.name)
                     assert gone.state is State.OFFERED
-                    assert gone.tokens <= tokens
+                    assert gone.tokens < tokens
                 case Refuse():
                     assert self.files == before
                 case Renew():

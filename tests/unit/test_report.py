@@ -59,6 +59,12 @@ def _issue(group: int, version: int, purpose: m.Purpose = "train") -> m.Issue:
     )  # fmt: skip
 
 
+MOVED: dict[str, Any] = {"taken": 1, "carried": 0, "tokens_recomputed": 4, "reprefills": {"no_handle": 1}}
+RETURNED: dict[str, Any] = {
+    "taken": 2, "carried": 1, "tokens_carried": 30, "tokens_recomputed": 38, "size": 90, "reprefills": {"checksum": 1},
+}  # fmt: skip
+
+
 def _score(group: int, index: int, reward: float, offset: int) -> m.Scored:
     return m.Scored(
         group=group, index=index, attempt=1, version=0, purpose="train", reward=reward, outcome=reward, error=None,
@@ -66,10 +72,10 @@ def _score(group: int, index: int, reward: float, offset: int) -> m.Scored:
     )  # fmt: skip
 
 
-def _beat(incarnation: int, tokens: int, decode_s: float, idle_s: float) -> m.Heartbeat:
+def _beat(incarnation: int, tokens: int, decode_s: float, idle_s: float, **moves: Any) -> m.Heartbeat:
     return m.Heartbeat(
         engine=0, incarnation=incarnation, version=0, running=1, waiting=0, kv_tokens=5, tokens=tokens,
-        decode_s=decode_s, idle_s=idle_s,
+        decode_s=decode_s, idle_s=idle_s, moves=m.Moves(**moves),
     )  # fmt: skip
 
 
@@ -79,9 +85,9 @@ def _journal() -> list[m.Message]:
         (2, [m.Hosting(engine=0, incarnation=1, version=0, fingerprint="f0", load_s=0.1)], []),
         (3, [_beat(1, 0, 0.0, 0.0)], [_issue(0, 0, "eval"), *(_issue(group, 0) for group in range(10, 14))]),
         (5, [_score(10, 0, 1.0, 0), _score(10, 1, 0.0, 1)], [_batch(0, 10, 0, 0)]),
-        (7, [m.WeightsArrived(version=1, groups=((10, 0),), fingerprint="f1"), _beat(1, 200, 3.0, 1.0)], []),
+        (7, [m.WeightsArrived(version=1, groups=((10, 0),), fingerprint="f1"), _beat(1, 200, 3.0, 1.0, **MOVED)], []),
         (8, [], [m.EngineLost(engine=0, incarnation=1, reason="killed")]),
-        (9, [_beat(9, 0, 1.0, 3.0)], [m.VoidGroup(group=12, version=0, reason="failed")]),
+        (9, [_beat(9, 0, 1.0, 3.0, **RETURNED)], [m.VoidGroup(group=12, version=0, reason="failed")]),
         (11, [_score(11, 0, 1.0, 3), _score(11, 1, 1.0, 4)], [_batch(1, 11, 0, 3)]),
         (13, [m.WeightsArrived(version=2, groups=((11, 0),), fingerprint="f2")], []),
     ]  # fmt: skip
@@ -139,7 +145,9 @@ def test_every_group_and_token_is_counted_once(run_dir: Path, settings: Settings
     assert made.versions.model_dump() == {"published": 3, "hosted_max": 1}
     assert (made.weights.fingerprint_first, made.weights.fingerprint_last) == ("f0", "f2")
     assert (made.faults.engine_lost, made.faults.restarts) == (1, 1)
-    assert (made.migrations.count, made.migrations.reprefilled) == (1, {"no_handle": 1})
+    moves = made.migrations
+    assert (moves.count, moves.kv_reused, moves.tokens_recomputed, moves.bytes) == (3, 1, 42, 90)
+    assert moves.reprefilled == {"no_handle": 1, "checksum": 1}
 
 
 def test_rewards_are_of_the_trained_rows_and_held_out_ones_apart(run_dir: Path, settings: Settings) -> None:

@@ -60,12 +60,23 @@ def test_an_engine_that_was_told_to_swap_is_loading_until_it_hosts() -> None:
     assert _tally(driver).engine_views() == {}
 
 
-def test_a_moved_request_is_counted_with_all_the_tokens_that_are_prefilled_again() -> None:
+def test_a_moved_request_is_counted_with_the_tokens_that_its_engine_prefilled_again() -> None:
     driver = Driver()
     issue = next(iter(driver.out.values()))
     driver.partial(issue, at=77)
+    beat = {"engine": 0, "incarnation": 1, "version": 0, "running": 1, "waiting": 0, "kv_tokens": 70}
+    for computed, reason in ((11, "gone"), (12, "gone")):
+        driver.say(m.Heartbeat(**beat, moves=m.Moves(taken=1, tokens_recomputed=computed, reprefills={reason: 1})))
     tally = _tally(driver)
-    assert (tally.moves, tally.tokens_prefilled_again) == (1, 8 + 3), "8 of the prompt and 3 of the answer"
+    assert tally.moves == 1
+    assert dict(tally.engine_moves()) == {
+        "taken": 1,
+        "carried": 0,
+        "tokens_carried": 0,
+        "tokens_recomputed": 12,
+        "size": 0,
+        "reprefills/gone": 1,
+    }
 
 
 def _record(at_s: float, *events: m.Event) -> dict[str, Any]:

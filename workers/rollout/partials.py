@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.ids import RequestKey
-from schemas.messages import PartialRecord, RequestRecord, Stay, StopReason
+from schemas.messages import KvHandle, Moves, PartialRecord, RequestRecord, Stay, StopReason
+from workers.rollout.engines.base import Prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class Place:
 
 @dataclass(slots=True)
 class Running:
-    """`ids` and `logprobs`: this stay's tokens, one log-prob each. `kept`: one each where top-p or top-k truncate."""
+    """`ids` and `logprobs`: this stay's tokens, one log-prob each. `kept`: one each where top-p or top-k truncate.
+    `prefill`: what the first of them took."""
 
     request: RequestRecord
     started_at: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
+    prefill: Prefill | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -42,24 +45,26 @@ def begin(request: RequestRecord, now: int) -> Running:
 
 
 def path(one: Running, place: Place) -> tuple[Stay, ...]:
-    """The request's stays, this one too. A request that goes on was prefilled again here, prompt and all."""
+    """The request's stays, this one too. Of a request that goes on: the tokens whose KV came along, and those that were
+    computed again."""
     request = one.request
     if not one.ids:
         return request.engine_path
-    again = len(request.prompt_ids) + len(request.response_ids) if request.response_ids else 0
+    goes_on = one.prefill if request.response_ids else None
     stay = Stay(
         engine=str(place.engine),
         version=request.host_version,
         fingerprint=place.fingerprint,
         tokens=len(one.ids),
-        kv_reused=0,
-        kv_recomputed=again,
+        kv_reused=0 if goes_on is None else goes_on.carried,
+        kv_recomputed=0 if goes_on is None else goes_on.computed,
     )
     return (*request.engine_path, stay)
 
 
-def to_partial(one: Running, place: Place, reason: StopReason) -> PartialRecord:
-    """The request stops here to go on elsewhere."""
+def to_partial(one: Running, place: Place, reason: StopReason, kv: KvHandle | None = None) -> PartialRecord:
+    """The request stops here to go on elsewhere. `kv`: where its KV can be had; one that got no token here has what it
+    came with."""
     request = one.request
     truncates = request.top_p < 1.0 or request.top_k > 0
     return PartialRecord(
@@ -77,6 +82,25 @@ def to_partial(one: Running, place: Place, reason: StopReason) -> PartialRecord:
         loss_mask=(*request.loss_mask, *(True for _ in one.ids)),
         engine_path=path(one, place),
         started_at=one.started_at,
+        kv=kv if one.ids else one.request.kv,
+    )
+
+
+def counted(moves: Moves, one: Running, prefill: Prefill) -> Moves:
+    """The engine's figures after a request got its first token here; new requests do not count."""
+    if not one.request.response_ids:
+        return moves
+    carried = prefill.carried > 0
+    reprefills = dict(moves.reprefills)
+    if not carried:
+        reprefills[prefill.reason] = reprefills.get(prefill.reason, 0) + 1
+    return Moves(
+        taken=moves.taken + 1,
+        carried=moves.carried + carried,
+        tokens_carried=moves.tokens_carried + prefill.carried,
+        tokens_recomputed=moves.tokens_recomputed + prefill.computed,
+        size=moves.size + prefill.size,
+        reprefills=reprefills,
     )
 
 

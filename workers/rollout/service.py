@@ -22,7 +22,7 @@ from schemas.codec import BadRecord, arrow_headers, decode
 from schemas.ids import RequestKey
 from schemas.topics import score_partition, version_key
 from workers.rollout.engines.base import Engine, Tokens
-from workers.rollout.partials import Place, Running, begin, to_partial, to_row
+from workers.rollout.partials import Place, Running, begin, counted, to_partial, to_row
 from workers.runtime import clock
 from workers.runtime.errors import ProbeMismatch, WeightsUnavailable
 from workers.runtime.process import Process
@@ -75,6 +75,7 @@ class RolloutService:
         self._started: list[RequestKey] = []
         self._ended: list[m.Finished] = []
         self._tokens = 0
+        self._moves = m.Moves()
         self._spent = dict.fromkeys(("decode_s", "prefill_s", "idle_s", "load_s", "migrate_s"), 0.0)
         self._poll_s = poll_s
         self._poll_at = self._talk_at = self._heartbeat_at = 0.0
@@ -203,14 +204,16 @@ class RolloutService:
         return True
 
     def _take_out(self, keys: tuple[RequestKey, ...], reason: m.StopReason | None) -> None:
-        """Stop these; each becomes a partial, or nothing where `reason` is None."""
+        """Stop these; each becomes a partial, or nothing where `reason` is None. Their KV is offered, unless they go on
+        under other weights."""
         began = clock.monotonic_s()
+        handles: dict[RequestKey, m.KvHandle] = {}
         if inside := tuple(key for key in keys if key in self._running):
-            self._engine.stop(inside)
+            handles = self._engine.stop(inside, offer=reason is not None and not self._mixed)
         for key in keys:
             one = self._running.pop(key, None) or begin(self._waiting.pop(key), clock.now_us())
             if reason is not None:
-                self._say_partial(one, reason)
+                self._say_partial(one, reason, handles.get(key))
         self._started = [key for key in self._started if key not in keys]
         if keys:
             self._producer.flush(self._flush_s)
@@ -241,6 +244,10 @@ class RolloutService:
 
     def _note(self, part: Tokens) -> None:
         one = self._running[part.key]
+        if part.prefill is not None:
+            one.prefill = part.prefill
+            before, self._moves = self._moves, counted(self._moves, one, part.prefill)
+            self._heartbeat_at = self._heartbeat_at if self._moves == before else 0.0
         one.ids.extend(part.ids)
         one.logprobs.extend(part.logprobs)
         one.kept.extend(part.kept or ())
@@ -281,14 +288,16 @@ class RolloutService:
     # --- saying -------------------------------------------------------------------------------
 
     def _talk(self) -> None:
-        """What turns have gathered, at the pace of the polls; every second, that the engine lives."""
+        """What turns have gathered, at the pace of the polls; every second, and when a request has moved in, that the
+        engine lives."""
         now = clock.monotonic_s()
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_S
+            self._engine.tend()
+            self._say_alive()
         if (self._ended or self._started) and (now >= self._talk_at or not self._running):
             self._talk_at = now + self._poll_s
             self._say_ended()
-        if now >= self._heartbeat_at:
-            self._heartbeat_at = now + HEARTBEAT_S
-            self._say_alive()
 
     def _say_ended(self) -> None:
         if self._started:
@@ -311,12 +320,13 @@ class RolloutService:
                 waiting=load.waiting + len(self._waiting),
                 kv_tokens=load.kv_tokens,
                 tokens=self._tokens,
+                moves=self._moves,
                 **self._spent,
             )
         )
 
-    def _say_partial(self, one: Running, reason: m.StopReason) -> None:
-        partial = to_partial(one, self._place(), reason)
+    def _say_partial(self, one: Running, reason: m.StopReason, kv: m.KvHandle | None = None) -> None:
+        partial = to_partial(one, self._place(), reason, kv)
         publish(self._producer, self._topics.partials, partial, key=version_key(partial.version))
 
     def _refuse(self, request: m.RequestRecord, reason: str) -> None:

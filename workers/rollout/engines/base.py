@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from schemas.ids import RequestKey
-from schemas.messages import RequestRecord, WeightsRecord
+from schemas.messages import KvHandle, RequestRecord, WeightsRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What it took to take a request up: `computed` tokens of its prompt and response so far were computed; the KV of
+    `carried` came along with it, in `size` bytes. `reason`: why the KV of a request that goes on did not."""
+
+    computed: int
+    carried: int = 0
+    size: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +26,7 @@ class Tokens:
     """Tokens that a request got in one engine step. `finish` is None while it goes on.
 
     `logprobs` are of the sampled distribution (temperature, top-p and top-k applied), one per id. `kept`: the log of
-    the mass that top-p and top-k kept, one per id; None where the request has neither.
+    the mass that top-p and top-k kept, one per id; None where the request has neither. `prefill` comes with the first.
     """
 
     key: RequestKey
@@ -23,6 +34,7 @@ class Tokens:
     logprobs: tuple[float, ...]
     finish: str | None
     kept: tuple[float, ...] | None = None
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +71,21 @@ class Engine(Protocol):
         runs the probe. WeightsUnavailable, ProbeMismatch: it then serves nothing."""
 
     def add(self, request: RequestRecord) -> None:
-        """Take a request of the served version; `response_ids` so far are prefilled, `max_new_tokens` counts them.
-        ValueError if it is longer than `tokens_per_request_max`."""
+        """Take a request of the served version; `max_new_tokens` counts its `response_ids` so far. They are prefilled
+        again unless the KV that `kv` names is good and the engine can take it; either way it goes on as if it had never
+        stopped. ValueError if it is longer than `tokens_per_request_max`."""
 
     def step(self) -> list[Tokens]:
         """One decode (or prefill) step of all requests. Empty when there is nothing to do."""
 
-    def stop(self, keys: tuple[RequestKey, ...]) -> None:
-        """Take requests out; tokens reported so far are the caller's."""
+    def stop(self, keys: tuple[RequestKey, ...], *, offer: bool = False) -> dict[RequestKey, KvHandle]:
+        """Take requests out; tokens reported so far are the caller's. With `offer` they go on elsewhere: returns where
+        their KV can be had, for those that have some and for an engine that can."""
 
     def load_now(self) -> Load:
         """What it holds."""
+
+    def tend(self) -> None:
+        """About every second: keep alive what it offered, and clear away what nobody wants."""
 
     def close(self) -> None: ...

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from schemas.ids import RequestKey
-from schemas.messages import RequestRecord, WeightsRecord
+from schemas.messages import KvHandle, RequestRecord, WeightsRecord
 from schemas.settings import Settings
-from workers.rollout.engines.base import Load, Tokens
+from workers.rollout.engines.base import Load, Prefill, Tokens
 
 VOCABULARY = 256
 KV_BYTES_PER_TOKEN = 23_040
@@ -89,15 +89,19 @@ class PacedEngine:
         _wait((STEP_S + STEP_PER_REQUEST_S * len(batch) + PREFILL_PER_TOKEN_S * new) * self._pace)
         return [self._advance(one) for one in batch]
 
-    def stop(self, keys: tuple[RequestKey, ...]) -> None:
+    def stop(self, keys: tuple[RequestKey, ...], *, offer: bool = False) -> dict[RequestKey, KvHandle]:  # noqa: ARG002
         for key in keys:
             if self._running.pop(key, None) is None:
                 kept = [one for one in self._waiting if one.request.key != key]
                 assert len(kept) == len(self._waiting) - 1, f"{key} is not inside"
                 self._waiting = deque(kept)
+        return {}
 
     def load_now(self) -> Load:
         return Load(len(self._running), len(self._waiting), self._kv_tokens())
+
+    def tend(self) -> None:
+        pass
 
     def close(self) -> None:
         self._running.clear()
@@ -124,13 +128,16 @@ class PacedEngine:
 
     def _advance(self, one: _Running) -> Tokens:
         token = _token(one.request.seed, one.tokens)
+        prefill = None
+        if one.tokens == len(one.request.response_ids):
+            prefill = Prefill(one.kv_tokens, reason="unsupported" if one.tokens else "")
         one.tokens += 1
         one.prefilled = True
         key = one.request.key
         finish = "length" if one.tokens == one.request.max_new_tokens else None
         if finish:
             del self._running[key]
-        return Tokens(key, (token,), (-math.log(VOCABULARY),), finish)
+        return Tokens(key, (token,), (-math.log(VOCABULARY),), finish, prefill)
 
 
 def _token(seed: int, position: int) -> int:

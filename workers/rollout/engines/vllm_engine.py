@@ -1,4 +1,4 @@
-"""vLLM as an engine: one synchronous LLMEngine in this process, driven step by step. The only file that imports vllm.
+"""vLLM as an engine: one synchronous LLMEngine in this process, driven step by step. One of two files that import vllm.
 
 Rule 1: weights are swapped between steps while no request is inside, so no sample mixes two versions.
 Rule 2: log-probs are those of the sampled distribution (`processed_logprobs`: temperature and truncation applied), and
@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.ids import RequestKey, sampling_seed
-from schemas.messages import RequestRecord, WeightsRecord
+from schemas.ids import RequestKey
+from schemas.messages import KvHandle, RequestRecord, WeightsRecord
 from schemas.settings import Settings
 from workers.rollout.engines.base import Load, Tokens
 from workers.rollout.engines.vllm_extension import KEPT_ID
+from workers.rollout.engines.vllm_kv import KvMoves
 from workers.runtime.errors import BadInput, ProbeMismatch, WeightsUnavailable
 from workers.transport.weights.manifest import PROBE_TOKENS, Manifest, probe_differs
 from workers.transport.weights.store import Store
@@ -43,9 +44,14 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 class VllmEngine:
-    """One replica on the model of `model_folder`. BadInput if vLLM refuses the model or the settings."""
+    """One replica on the model of `model_folder`. BadInput if vLLM refuses the model or the settings.
 
-    def __init__(self, settings: Settings, model_folder: Path) -> None:
+    `kv_folder`: of the run in shared memory, for the KV of requests that move; None = they are prefilled again.
+    """
+
+    def __init__(
+        self, settings: Settings, model_folder: Path, *, kv_folder: Path | None = None, number: int = 0
+    ) -> None:
         self._truncates = settings.sampling.truncates
         os.environ.update(_environment(settings.engines.threads))
         if self._truncates:
@@ -68,6 +74,10 @@ class VllmEngine:
         self._block_tokens: int = self._core.vllm_config.cache_config.block_size
         self._blocks_free_max: int = self._pool.get_num_free_blocks()
         self.kv_tokens_max = self._blocks_free_max * self._block_tokens
+        self._moves = KvMoves(settings, model_folder, self._engine, kv_folder, number)
+        self._internal: dict[str, str] = {}
+        """vLLM's own name of each request that has no token yet or runs."""
+        self._new: set[str] = set()
 
     @property
     def version(self) -> int | None:
@@ -91,6 +101,7 @@ class VllmEngine:
         assert emptied, "the prefix cache still holds blocks of a request"
         self._check_probe(weights.version, manifest)
         self._version, self._fingerprint = weights.version, weights.fingerprint
+        self._moves.serves(weights.fingerprint)
 
     def add(self, request: RequestRecord) -> None:
         assert request.host_version == self._version, (
@@ -105,15 +116,17 @@ class VllmEngine:
             )
         if not request.prompt_ids or so_far >= request.max_new_tokens:
             raise ValueError(f"{len(request.prompt_ids)} prompt tokens, {so_far} of {request.max_new_tokens} new ones")
-        seed = request.seed if not so_far else sampling_seed(request.seed, request.group, request.index, so_far)
-        name = f"{request.group}/{request.index}/{request.attempt}"
+        name = _name(request.key)
         assert name not in self._requests, f"request {name} is inside already"
+        ids = (*request.prompt_ids, *request.response_ids)
+        entrance = self._moves.enter(name, request, ids)
         self._submit(
             name,
-            (*request.prompt_ids, *request.response_ids),
+            ids,
             salt=request.host_version,
             temperature=request.temperature,
-            seed=seed,
+            seed=request.seed,
+            extra_args=entrance.parameters(drawn=so_far),
             max_tokens=request.max_new_tokens - so_far,
             stop_token_ids=self._stop_ids,
             ignore_eos=self._settings.sampling.ignore_eos,
@@ -122,6 +135,8 @@ class VllmEngine:
             logprobs=int(self._truncates),
         )
         self._requests[name] = request.key
+        self._internal[name] = self._engine.output_processor.external_req_ids[name][-1]
+        self._new.add(name)
 
     def step(self) -> list[Tokens]:
         if not self._engine.has_unfinished_requests():
@@ -133,25 +148,42 @@ class VllmEngine:
             places = part.logprobs or ()
             logprobs = tuple(place[one].logprob for one, place in zip(ids, places, strict=True))
             kept = tuple(place[KEPT_ID].logprob for place in places) if self._truncates else None
-            key = self._requests[output.request_id]
+            name = output.request_id
+            key, prefill = self._requests[name], None
+            if name in self._new:
+                self._new.discard(name)
+                prefill = self._moves.settle(name, self._internal[name], output.num_cached_tokens or 0)
             finish = part.finish_reason if output.finished else None
             if output.finished:
-                del self._requests[output.request_id]
-            said.append(Tokens(key, ids, logprobs, finish, kept))
+                del self._requests[name], self._internal[name]
+            said.append(Tokens(key, ids, logprobs, finish, kept, prefill))
         return said
 
-    def stop(self, keys: tuple[RequestKey, ...]) -> None:
-        names = [f"{key.group}/{key.index}/{key.attempt}" for key in keys]
+    def stop(self, keys: tuple[RequestKey, ...], *, offer: bool = False) -> dict[RequestKey, KvHandle]:
+        handles = {}
+        for key in keys:
+            name = _name(key)
+            whose = (key.group, key.index, key.attempt)
+            handle = self._moves.leave(name, self._internal.pop(name), whose, offer=offer)
+            if handle is not None:
+                handles[key] = handle
+        names = [_name(key) for key in keys]
         self._engine.abort_request(names)
         for name in names:
             del self._requests[name]
+            self._new.discard(name)
+        return handles
 
     def load_now(self) -> Load:
         running, waiting = self._core.scheduler.get_request_counts()
         used = self._blocks_free_max - self._pool.get_num_free_blocks()
         return Load(running, waiting, used * self._block_tokens)
 
+    def tend(self) -> None:
+        self._moves.tend()
+
     def close(self) -> None:
+        self._moves.close()
         self._engine.engine_core.shutdown()
 
     def _submit(self, name: str, ids: Sequence[int], *, salt: int, **sampling: Any) -> None:
@@ -163,12 +195,12 @@ class VllmEngine:
         self._engine.add_request(name, tokens_input(list(ids), cache_salt=f"v{salt}"), params)
 
     def _check_probe(self, version: int, manifest: Manifest) -> None:
-        got = self._probe(manifest.probe_ids, version)
+        got = self.probe(manifest.probe_ids, version)
         if differs := probe_differs(manifest.probe_logprobs, got, manifest.dtype):
             raise ProbeMismatch(f"version {version}: {differs}")
 
-    def _probe(self, ids: Sequence[int], version: int) -> list[float]:
-        """Log-prob [len(ids) - 1] of each id given those before it, at temperature 1."""
+    def probe(self, ids: Sequence[int], version: int) -> list[float]:
+        """Log-prob [len(ids) - 1] of each id given those before it, at temperature 1, under what is loaded now."""
         self._submit(_PROBE, ids, salt=version, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         found: list[float] = []
         while self._engine.has_unfinished_requests():
@@ -176,6 +208,10 @@ class VllmEngine:
                 places = (output.prompt_logprobs or [])[1:]
                 found.extend(place[one].logprob for one, place in zip(ids[1:], places, strict=False))
         return found if len(found) == len(ids) - 1 else [math.nan] * (len(ids) - 1)
+
+
+def _name(key: RequestKey) -> str:
+    return f"{key.group}/{key.index}/{key.attempt}"
 
 
 def eos_ids(model_folder: Path) -> list[int]:
@@ -190,7 +226,12 @@ def eos_ids(model_folder: Path) -> list[int]:
 
 def _start(settings: Settings, model_folder: Path) -> Any:
     from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    if "kv_transfer_config" in settings.vllm:
+        raise BadInput("[vllm] kv_transfer_config: engines have a connector of their own; leave the key out")
+    from workers.transport.kv import vllm_connector
 
     engines = settings.engines
     length = max(engines.tokens_per_request_max, PROBE_TOKENS + 1)
@@ -210,6 +251,7 @@ def _start(settings: Settings, model_folder: Path) -> Any:
         "max_num_batched_tokens": max(BATCH_TOKENS_MIN, length + engines.seats),
         "enable_chunked_prefill": False,
         "enable_prefix_caching": True,
+        "kv_transfer_config": KVTransferConfig(**vllm_connector.configuration()),
         "disable_log_stats": True,
     }
     unknown = [key for key in settings.vllm if key not in EngineArgs.__dataclass_fields__]

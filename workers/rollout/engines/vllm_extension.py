@@ -1,4 +1,5 @@
-"""What runs inside vLLM's worker: swap the weights in place, and hash exactly the bytes that were loaded.
+"""What runs inside vLLM's worker: swap the weights in place, and hash exactly the bytes that were loaded; write out the
+KV of a request that leaves.
 
 Rule 1: every tensor is copied once; the copy is hashed and the copy is loaded. So the fingerprint is of what is served.
 Rule 2: after a reload on a CPU a tied output layer still computes with its old packed copy of the embedding, and
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from workers.transport.kv import shared_memory, vllm_connector
+from workers.transport.kv.handoff import Header, Unusable
 from workers.transport.weights.manifest import Fingerprint, RawTensor
 from workers.transport.weights.store import read_tensors
 
@@ -95,6 +98,27 @@ class WeightsExtension:
             raise AssertionError(f"vLLM did not load {name}")
         repack_output_layers(self.model_runner.model)
         return whole.hexdigest()
+
+    def begin_handover(self, block_count: int) -> tuple[str, str, int] | None:
+        """Let the connector find this worker's requests. Returns layout and dtype of the KV and bytes of one block of
+        all layers; None if blocks are not what the connector can copy (one contiguous run of bytes in each layer)."""
+        layers = self.model_runner.compilation_config.static_forward_context
+        vllm_connector.remember(self.model_runner)
+        caches = vllm_connector.caches(layers)
+        if not caches or any(len(one) != block_count or not one.is_contiguous() for one in caches.values()):
+            return None
+        some = next(iter(caches.values()))
+        return vllm_connector.layout(layers, caches), str(some.dtype), sum(one[0].nbytes for one in caches.values())
+
+    def export_kv(self, path: str, blocks: list[int], header: str) -> str:
+        """Write the blocks to `path`, behind the header (JSON); the reason if it could not be, or nothing."""
+        caches = vllm_connector.caches(self.model_runner.compilation_config.static_forward_context)
+        try:
+            head = Header.model_validate_json(header)
+            shared_memory.write(Path(path), head, lambda into: vllm_connector.export(caches, blocks, into))
+        except Unusable as error:
+            return error.reason
+        return ""
 
 
 def _tensors(folder: Path, whole: Fingerprint) -> Iterator[tuple[str, torch.Tensor]]:

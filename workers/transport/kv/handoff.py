@@ -8,8 +8,8 @@ Rule 1: KV is good for exactly these ids under exactly these weights in exactly 
 proven is computed again; the reason is counted. A wrong token is never the price of a faster one.
 Rule 2: the owner keeps what it offered for `OFFER_US_MAX`, renews its lease meanwhile, and never keeps more than
 `bytes_max`. A file whose lease ran out belongs to a process that died: anybody may delete it.
-Rule 3: what makes room goes in this order: fewest tokens first (cheapest to compute again), of equals the oldest. What
-is claimed stays. An offer that is itself the cheapest is not made.
+Rule 3: an offer that finds no room takes that of offers with fewer tokens, which are cheaper to compute again: those
+with the fewest first, of equals the oldest. If these are too few it is not made. What is claimed stays.
 Rule 4: states move by one table and one function. Times are microseconds.
 """
 
@@ -233,7 +233,7 @@ class Offers:
         missing = self.held + event.size - self._bytes_max
         evicted: list[_Entry] = []
         for entry in waiting:
-            if missing <= 0 or entry.tokens > event.tokens:
+            if missing <= 0 or entry.tokens >= event.tokens:
                 break
             evicted.append(entry)
             missing -= entry.size

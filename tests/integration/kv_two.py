@@ -1,0 +1,153 @@
+"""Two vLLM engines on a tiny model, each in a process of its own, and samples that move between them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.messages import KvHandle, RequestRecord, WeightsRecord
+from schemas.settings import Engines, Settings
+from tests.integration.helpers_vllm import Host, RemoteEngine, open_host, request, run_all, settings_for
+from workers.rollout.engines.base import Prefill
+from workers.transport.kv import shared_memory
+from workers.transport.kv.shared_memory import CLAIMED, OFFERED
+
+VOCABULARY, BLOCK = 512, 32
+BLOCK_BYTES = 2 * 2 * BLOCK * 32 * 4
+"""Two layers; key and value of one head of 32, float32."""
+PROMPT = tuple((7 * place + 3) % VOCABULARY for place in range(120))
+NEW = 60
+EMPTY = {"blocks": 0, "requests": 0, "moves": 0, "failed": 0}
+
+
+@dataclass
+class Two:
+    """Engines 0 and 1 serve version 0; there is a version 1 too."""
+
+    hosts: tuple[Host, Host]
+    engines: tuple[RemoteEngine, RemoteEngine]
+    weights: list[WeightsRecord]
+    model: Path
+    folder: Path
+
+
+@dataclass
+class Sample:
+    """A sample on its way: what it has so far, and where its KV is."""
+
+    request: RequestRecord
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    handle: KvHandle | None = None
+    prefills: list[Prefill] = field(default_factory=list)
+    finish: str | None = None
+
+    def again(self) -> RequestRecord:
+        """Its next issue."""
+        so_far = {
+            "response_ids": tuple(self.ids),
+            "logprobs": tuple(self.logprobs),
+            "loss_mask": (True,) * len(self.ids),
+            "attempt": self.request.attempt + 1,
+            "kv": self.handle,
+        }
+        self.request = self.request.model_copy(update=so_far)
+        return self.request
+
+
+def settings(model: Path) -> Settings:
+    return settings_for(model, engines=Engines(seats=8, kv_mib=4, kv_host_mib=1, tokens_per_request_max=512))
+
+
+@contextmanager
+def open_two(root: Path) -> Iterator[Two]:
+    folder = shared_memory.folder_of("test", root)
+    with ExitStack() as stack:
+        hosts = (stack.enter_context(open_host()), stack.enter_context(open_host()))
+        made = [hosts[0].call("publish_tiny", root, v, family="qwen2", tied=True, dtype="float32") for v in (0, 1)]
+        model = made[0][1]
+        first, second = (
+            RemoteEngine(host, f"engine{n}", settings(model), model, kv_folder=folder, number=n)
+            for n, host in enumerate(hosts)
+        )
+        yield Two(hosts, (first, second), [one[0] for one in made], model, folder)
+        first.close()
+        second.close()
+    assert not folder.exists(), "shared memory is left behind"
+
+
+@contextmanager
+def emptied(two: Two) -> Iterator[None]:
+    """Both serve version 0 with an empty prefix cache, and hold nothing afterwards."""
+    for engine in two.engines:
+        engine.load(two.weights[0])
+    yield
+    for number, host in enumerate(two.hosts):
+        assert host.call("held", f"engine{number}") == EMPTY
+    for engine in two.engines:
+        engine.tend()
+    left_behind = sorted(two.folder.glob("*"))
+    for path in left_behind:
+        path.unlink()
+    assert [path.name for path in left_behind if path.name.endswith(CLAIMED)] == []
+
+
+def decode(engine: RemoteEngine, samples: Sequence[Sample], tokens: int | None = None) -> None:
+    """Until each has so many new tokens, or has ended."""
+    by_key = {one.request.key: one for one in samples}
+    goal = {one.request.key: len(one.ids) + tokens if tokens else 10_000 for one in samples}
+    for _ in range(2_000):
+        if all(one.finish or len(one.ids) >= goal[key] for key, one in by_key.items()):
+            return
+        for part in engine.step():
+            one = by_key[part.key]
+            one.ids += part.ids
+            one.logprobs += part.logprobs
+            one.finish = part.finish
+            if part.prefill is not None:
+                one.prefills.append(part.prefill)
+    raise AssertionError("they did not get so far")
+
+
+def stop(engine: RemoteEngine, samples: Sequence[Sample]) -> None:
+    handles = engine.stop(tuple(one.request.key for one in samples), offer=True)
+    for one in samples:
+        one.handle = handles.get(one.request.key)
+
+
+def go_on(engine: RemoteEngine, samples: Sequence[Sample]) -> None:
+    for one in samples:
+        engine.add(one.again())
+
+
+def stayed(engine: RemoteEngine, requests: Sequence[RequestRecord]) -> list[tuple[list[int], list[float]]]:
+    found = run_all(engine, requests)
+    return [found[one.key] for one in requests]
+
+
+def wanted(index: int = 0, *, temperature: float = 1.0, prompt: tuple[int, ...] = PROMPT, new: int = NEW) -> Sample:
+    return Sample(request(prompt, version=0, index=index, temperature=temperature, max_new_tokens=new))
+
+
+def left(two: Two, sample: Sample, tokens: int = 20) -> Sample:
+    """It got so many tokens on engine 0 and was stopped there."""
+    two.engines[0].add(sample.request)
+    decode(two.engines[0], [sample], tokens)
+    stop(two.engines[0], [sample])
+    return sample
+
+
+def ends_as_if_it_had_stayed(two: Two, sample: Sample, first: RequestRecord) -> Prefill:
+    """It goes on on engine 1. What its second prefill took."""
+    go_on(two.engines[1], [sample])
+    decode(two.engines[1], [sample])
+    (ids, logprobs) = stayed(two.engines[0], [first.model_copy(update={"attempt": 99})])[0]
+    assert sample.ids == ids
+    exact = 0.0 if sample.prefills[-1].carried else 1e-5
+    assert max(abs(a - b) for a, b in zip(sample.logprobs, logprobs, strict=True)) <= exact
+    return sample.prefills[-1]
+
+
+def offered(two: Two, sample: Sample) -> Path:
+    assert sample.handle is not None
+    return two.folder / (sample.handle.location.rpartition("/")[2] + OFFERED)
