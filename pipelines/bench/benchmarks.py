@@ -11,6 +11,7 @@ from workers.runtime.errors import BadInput
 NAMES: dict[str, str] = {
     "checkpoint": "how long a checkpoint holds training, beside one that training waits for",
     "decide": "how long the orchestrator thinks about one event, by engines and live requests",
+    "kv": "a request that moves with its KV over one that is prefilled again, and whether it goes on the same",
     "learn": "accuracy against steps and minutes, by mode and seed, of whole runs of quickstart's task",
     "parity": "|difference| of engines' and trainer's log-probs, by dtype and lag",
     "train": "tokens/s of a training step over a plain Hugging Face loop's; packed over padded batches",
