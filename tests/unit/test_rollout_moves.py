@@ -31,7 +31,9 @@ class OfferingEngine(PacedEngine):
     def _carried(self, part: Tokens) -> Tokens:
         if part.prefill is None or not part.prefill.reason:
             return part
-        return Tokens(part.key, part.ids, part.logprobs, part.finish, Prefill(1, part.prefill.computed - 1, 4096))
+        return Tokens(
+            part.key, part.ids, part.logprobs, part.finish, prefill=Prefill(1, part.prefill.computed - 1, 4096)
+        )
 
     def tend(self) -> None:
         self.tended += 1

@@ -137,7 +137,7 @@ class PacedEngine:
         finish = "length" if one.tokens == one.request.max_new_tokens else None
         if finish:
             del self._running[key]
-        return Tokens(key, (token,), (-math.log(VOCABULARY),), finish, prefill)
+        return Tokens(key, (token,), (-math.log(VOCABULARY),), finish, prefill=prefill)
 
 
 def _token(seed: int, position: int) -> int:
