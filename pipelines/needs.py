@@ -1,7 +1,7 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
     engine    weights + kv_mib + 1.2 GiB of a vLLM process
-    trainer   32 bytes per parameter in bfloat16, 28 in float32 (weights, gradient, masters, moments, and what of them a
+    trainer   32 bytes per parameter in bfloat16, 30 in float32 (weights, gradient, masters, moments, and what of them a
               checkpoint copies), and those of a reference model + activations of a forward pass: a micro-batch, or one
               sample if that is longer + 1 GiB; for each copy of the model, the last for each of its processes
     disk      checkpoints kept and the next one, 14 bytes per parameter; versions kept; 1 GiB of log and archive
@@ -25,8 +25,8 @@ from workers.trainer.learners.layout import layout_of
 GIB = float(2**30)
 VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
 CHECKPOINT_BYTES_PER_PARAMETER = 14
-TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8 + 14, "float32": 4 + 4 + 8 + 12}
-ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = 34, 12
+TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8 + 14, "float32": 4 + 4 + 8 + 14}
+ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = {"bfloat16": 34, "float32": 68}, 12
 LOG_GIB = 1.0
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -69,7 +69,7 @@ def _activations(settings: Settings, model: ModelFolder) -> float:
     """Of one forward pass, GiB. A sample that is longer than a micro-batch goes alone."""
     sizes = [model.config.get(name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
     hidden, layers, words = (size if isinstance(size, int) else 0 for size in sizes)
-    per_token = hidden * layers * ACTIVATION_BYTES_PER_HIDDEN + words * LOGITS_BYTES_PER_WORD
+    per_token = hidden * layers * ACTIVATION_BYTES_PER_HIDDEN[settings.dtype] + words * LOGITS_BYTES_PER_WORD
     return max(settings.training.micro_batch_tokens, settings.engines.tokens_per_request_max) * per_token / GIB
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "BatchRecord",
     "DeadLetter",
     "Issue",
-    "KeyField",
     "KvHandle",
     "Member",
     "Message",

@@ -397,6 +397,4 @@ def held(name: str) -> dict[str, int]:
 
 def resident_mib() -> float:
     """Memory of this process."""
-    import psutil
-
-    return float(psutil.Process().memory_info().rss) / 2**20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20

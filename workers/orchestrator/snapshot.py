@@ -17,7 +17,8 @@ from typing import Literal
 from pydantic import ConfigDict, ValidationError
 
 from schemas.ids import Position
-from schemas.messages import Effect, EndRun, KeyField, Message, PromptArrived, Purpose, Scored
+from schemas.messages import Effect, EndRun, Message, PromptArrived, Purpose, Scored
+from schemas.records import KeyField
 from schemas.settings import Settings
 from workers.orchestrator import window
 from workers.orchestrator.groups import Group, Groups, Place, Request, Stage

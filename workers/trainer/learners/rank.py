@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class _Follower:
     def __init__(self, learner: Learner, says: int, log: Log) -> None:
         self._learner, self._says, self._log = learner, says, log
         self._snapshot: Snapshot | None = None
-        self._writing = threading.Thread()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
 
     def follow(self, call: str, arguments: Mapping[str, Any]) -> None:
         learner = self._learner
@@ -79,21 +80,20 @@ class _Follower:
                     raise AssertionError("weights are whole on rank 0 alone")
             case "snapshot":
                 self._snapshot = learner.snapshot(Path(arguments["folder"]))
-                self._writing = threading.Thread(target=self._write, args=(self._snapshot,), daemon=True)
-                self._writing.start()
+                self._writing = self._thread.submit(self._snapshot.write)
+                self._writing.add_done_callback(self._written)
             case "finish":
                 assert self._snapshot is not None, "no snapshot was begun"
-                self._writing.join()
+                assert self._writing is not None
+                self._writing.result()
                 self._snapshot.finish()
             case "restore":
                 learner.restore(Path(arguments["folder"]))
             case _:
                 raise AssertionError(call)
 
-    def _write(self, snapshot: Snapshot) -> None:
-        try:
-            snapshot.write()
-        except BaseException as error:
+    def _written(self, writing: Future[None]) -> None:
+        if error := writing.exception():
             self._log.error("not_written", error=error)
             os._exit(1)
         os.write(self._says, WRITTEN)
