@@ -1,6 +1,6 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
-    engine    weights + kv_mib + 1.2 GiB of a vLLM process
+    engine    weights + kv_mib + kv_host_mib + 1.2 GiB of a vLLM process
     trainer   32 bytes per parameter in bfloat16, 30 in float32 (weights, gradient, masters, moments, and what of them a
               checkpoint copies), and those of a reference model + activations of a forward pass: a micro-batch, or one
               sample if that is longer + 1 GiB; for each copy of the model, the last for each of its processes
@@ -49,7 +49,8 @@ class Memory:
 def memory_of(settings: Settings, model: ModelFolder) -> Memory:
     weights = model.parameters * _BYTES[settings.dtype] / GIB
     vllm, megatron = settings.engines.kind == "vllm", settings.training.kind == "megatron"
-    engine = weights + settings.engines.kv_mib / 1024 + VLLM_GIB if vllm else PACED_GIB
+    caches = (settings.engines.kv_mib + settings.engines.kv_host_mib) / 1024
+    engine = weights + caches + VLLM_GIB if vllm else PACED_GIB
     trainer = PACED_GIB
     if megatron:
         layout = layout_of(settings)

@@ -124,7 +124,7 @@ def test_more_engines_than_memory_holds_are_refused_with_the_number_that_fits(
     monkeypatch.setattr(needs, "memory", lambda: (16.0, 16.0))
     assert needs.check(_settings(tmp_path, 2), SMOLLM2) == []
     with pytest.raises(
-        BadInput, match=r"40 engines with 1\.7 GiB each.*16\.0 GiB: lower engines\.count to [1-9]"
+        BadInput, match=r"40 engines with 2\.0 GiB each.*16\.0 GiB: lower engines\.count to [1-9]"
     ) as no:
         needs.check(_settings(tmp_path, 40), SMOLLM2)
     fits = int(str(no.value).split("engines.count to ")[1].split(",")[0])
