@@ -25,7 +25,7 @@ from workers.trainer.learners.layout import layout_of
 GIB = float(2**30)
 VLLM_GIB, PACED_GIB, TRAINER_GIB, SCORER_GIB, OTHERS_GIB, BROKER_GIB, PREFECT_GIB = 1.2, 0.1, 1.0, 0.2, 0.6, 0.5, 0.4
 CHECKPOINT_BYTES_PER_PARAMETER = 14
-TRAINER_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8 + 14, "float32": 4 + 4 + 8 + 14}
+TRAINER_BYTES_PER_PARAMETER, SNAPSHOT_BYTES_PER_PARAMETER = {"bfloat16": 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}, 14
 ACTIVATION_BYTES_PER_HIDDEN, LOGITS_BYTES_PER_WORD = {"bfloat16": 34, "float32": 68}, 12
 LOG_GIB = 1.0
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -54,7 +54,8 @@ def memory_of(settings: Settings, model: ModelFolder) -> Memory:
     trainer = PACED_GIB
     if megatron:
         layout = layout_of(settings)
-        state = model.parameters * TRAINER_BYTES_PER_PARAMETER[settings.dtype] / GIB
+        bytes_each = TRAINER_BYTES_PER_PARAMETER[settings.dtype] + SNAPSHOT_BYTES_PER_PARAMETER
+        state = model.parameters * bytes_each / GIB
         reference = weights * bool(settings.training.kl_coef)
         in_flight = (layout.pipeline + 1) / 2  # micro-batches whose activations a pipeline holds, of all its layers
         copy = state + reference + _activations(settings, model) * in_flight
