@@ -169,15 +169,21 @@ def test_twenty_steps_of_adam_are_those_of_one_process(
 def test_bfloat16_with_float32_masters_trains_in_every_layout(
     name: str, room: Opens, model: Path, alone: Callable[..., dict[str, Any]]
 ) -> None:
-    """Rounding differs with the order of sums; what is trained does not."""
+    """Rounding differs with the order of sums, and with it which tokens are clipped: a step's gradient norm is up to a
+    quarter off. So training is as near to that in float32 as one process' is."""
     found = trained(room(4), CASES[name].settings(model, dtype="bfloat16", **EVERY_TERM), STEPS)
-    one = alone(ONE, dtype="bfloat16", **EVERY_TERM)
+    one, exact = alone(ONE, dtype="bfloat16", **EVERY_TERM), alone(ONE, **EVERY_TERM)
     assert found["start"] == one["start"]
-    for said, expected in zip(found["figures"], one["figures"], strict=True):
-        assert said["loss"] == pytest.approx(expected["loss"], abs=0.05)
-        assert said["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
-        assert said["updates_skipped"] == 0.0
+    assert [said["updates_skipped"] for said in found["figures"]] == [0.0] * STEPS
+    for figure in ("loss", "grad_norm"):
+        assert distance(found, exact, figure) < 1.5 * distance(one, exact, figure)
     assert largest_difference(found["weights"], one["weights"]) < 0.03
+
+
+def distance(found: dict[str, Any], exact: dict[str, Any], figure: str) -> float:
+    """Mean over the steps of the figure's difference, in the exact one's mean size."""
+    pairs = [(one[figure], other[figure]) for one, other in zip(found["figures"], exact["figures"], strict=True)]
+    return sum(abs(one - other) for one, other in pairs) / sum(abs(other) for _, other in pairs)
 
 
 RESUMES = [
