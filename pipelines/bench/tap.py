@@ -1,10 +1,11 @@
 """What taps cost a run, and whether one that is killed, and one that stands still, lose anything.
 
-One run, its engines real and its model tiny (so rows come fast, which is the worst for a tap). Windows take turns:
-without taps, with two. One tap is killed (kill -9) at the end of each window and goes on from its last whole line; the
-other is stopped (SIGSTOP) and continued, once for a minute. Each window with taps, catching up included, is divided by
-the mean of its two neighbours without, so that a drift of the machine falls out. A tap's own start-up (importing
-libraries) lies before its window.
+One run, its engines and its trainer real. The model is tiny, so that steps are short beside a window, and its answers
+are as long as those of configs/longtail.toml, so that rows come about as often as from SmolLM2 (what a tap costs goes
+by the row). Windows take turns: without taps, with two. One tap is killed (kill -9) at the end of each window and
+goes on from its last whole line; the other is stopped (SIGSTOP) and continued, once for a minute. Each window with
+taps, catching up included, is divided by the mean of its two neighbours without, so that a drift of the machine falls
+out. A tap's own start-up (importing libraries) lies before its window.
 """
 
 import contextlib
@@ -29,9 +30,10 @@ from pipelines.bench.benchmarks import Bench
 from pipelines.tap import tap
 from workers.runtime import clock
 
-CONFIG = Path(__file__).parents[2] / "configs/tiny.toml"
-WINDOWS = 24
-WINDOW_S = 12.0
+CONFIG = Path(__file__).parents[2] / "configs/longtail.toml"
+CHANGED = ["model=builtin:tiny", "dtype=float32", "engines.count=2", "steps=100000", "prefect.enabled=false"]
+WINDOWS = 16
+WINDOW_S = 15.0
 LONG_STOP_S = 60.0
 LIMIT_S = 300.0
 STEPS_BEFORE = 3
@@ -68,7 +70,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _a_run(folder: Path) -> Iterator[_Run]:
-    settings = [f"runs_dir={folder}", "name=tapped", "steps=100000", "prefect.enabled=false"]
+    settings = [f"runs_dir={folder}", "name=tapped", *CHANGED]
     argv = [*_COMMAND, "run", str(CONFIG), *(part for one in settings for part in ("--set", one))]
     popen = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     run = _Run(folder / "tapped", popen)
