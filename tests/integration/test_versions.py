@@ -1,6 +1,7 @@
 """Several versions at once on real parts, for every K; and K = 0 against a synchronous loop that is written here."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from schemas.settings import Settings
 from tests.archive_checker import Run
 from tests.integration.helpers_vllm import RemoteEngine, open_host, request, run_all
 from tests.integration.killing import learner_of
-from tests.integration.whole_run import assert_good, dora_run
+from tests.integration.whole_run import ROOT, assert_good, dora_run
 from workers.trainer.samples import samples_of
 from workers.transport.weights.manifest import fingerprint
 
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.integration
 THREE = ("engines.count=3", "prefect.enabled=false")
 STEPS = 8
 SYNC_STEPS = 5
+LONG = 200
+"""Tokens of every fourth row, the others have 6: decoding them takes longer than a step of the trainer, so that a
+version goes on with its long rows while the next one takes the short ones."""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +31,7 @@ SYNC_STEPS = 5
 )
 def test_versions_overlap_within_the_window(tmp_path: Path, k: int) -> None:
     """Heavy-tailed rows on three engines: two versions or more at once, never more than the window or the engines."""
-    with dora_run("tiny", tmp_path, *THREE, f"staleness_max={k}", f"steps={STEPS}") as running:
+    with dora_run("tiny", tmp_path, *THREE, f"staleness_max={k}", f"steps={STEPS}", _heavy_tail(tmp_path)) as running:
         ran = running.wait()
         assert_good(ran, running, steps=STEPS)
     made = ran.summary
@@ -73,6 +77,18 @@ def test_without_staleness_the_run_is_a_synchronous_loop(tmp_path: Path) -> None
             learner.train(samples_of(trained[step], step, run.settings), step)
         assert fingerprint(learner.export()) == made[SYNC_STEPS]
         engine.close()
+
+
+def _heavy_tail(folder: Path) -> str:
+    """The setting that trains on rows of which every fourth is long, written into `folder`."""
+    rows = [{"prompt": f"row {row}", "answer": "", "max_new_tokens": 6 if row % 4 else LONG} for row in range(48)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grader = "workers.reward.toy_graders:low_share"
+    train, heldout = folder / "rows.jsonl", ROOT / "configs" / "data" / "tiny_heldout.jsonl"
+    return (
+        f'dataset=[{{path = "{train}", grader = "{grader}"}}, '
+        f'{{path = "{heldout}", grader = "{grader}", purpose = "eval"}}]'
+    )
 
 
 def _rows_by_step(run: Run) -> dict[int, list[dict[str, Any]]]:
