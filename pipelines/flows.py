@@ -27,8 +27,6 @@ from pipelines.runs import RESOLVED, find_run
 from pipelines.supervise import Outcome
 from schemas.settings import Settings
 
-CLOSE_S = 10.0
-
 
 @flow(name="train", persist_result=False)
 def train(
@@ -57,7 +55,7 @@ def train(
                 raise
             print(faults.sentence(error))
         finally:
-            reporter.close(outcome, CLOSE_S)
+            reporter.close(outcome)
     return _state(outcome, reporter)
 
 

@@ -43,7 +43,9 @@ HEAR_S = 1.0
 SHOW_S = 3.0
 SAY_S = 10.0
 """Between two lines in the flow run's log."""
-LAST_WORD_S_MAX = 8.0
+LAST_WORD_S_MAX = {"done": 60.0, "failed": 60.0, "cancelled": 8.0, "suspended": 8.0}
+"""How long a server that is away is waited for at the end. Who runs the command is not kept by it; who pressed a button
+expects the processes to be gone."""
 _IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
 """We try again ourselves: after a server that was away, what people press is heard within a second."""
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
@@ -98,13 +100,13 @@ class Reporter(threading.Thread):
         """Keep only the newest; never waits."""
         self._latest = now
 
-    def close(self, outcome: Outcome, wait_s: float) -> None:
-        """Say how it ended; a server that is away is not waited for longer than `wait_s`."""
+    def close(self, outcome: Outcome) -> None:
+        """Say how it ended; a server that is away is waited for, but not longer than LAST_WORD_S_MAX."""
         self._outcome = outcome
         self._leave.set()
         if self.ident is None:
             self.start()  # a run that was refused has a report too
-        self.join(wait_s)
+        self.join(LAST_WORD_S_MAX[outcome.kind] + HEAR_S)
 
     def run(self) -> None:
         with temporary_settings(_IMPATIENT), get_client(sync_client=True) as client:
@@ -112,7 +114,8 @@ class Reporter(threading.Thread):
                 if clock.monotonic_s() - self._shown_at >= SHOW_S:
                     self._try(self._show, client)
                 self._try(self._hear, client)
-            limit = clock.monotonic_s() + LAST_WORD_S_MAX
+            patience_s = LAST_WORD_S_MAX[self._outcome.kind] if self._outcome is not None else 0.0
+            limit = clock.monotonic_s() + patience_s
             while not self._try(self._show, client) and clock.monotonic_s() < limit:
                 threading.Event().wait(HEAR_S)
 

@@ -36,6 +36,8 @@ CANCEL_S_MAX = 10.0
 SUSPEND_S_MAX = 60.0
 """With its checkpoint and a whole archive, on a busy machine."""
 AWAY_S = 30.0
+STARTS_S = 10.0
+"""Longer than a run that was asked to stop waits for its server."""
 FRESH_HOME_S_MAX = 280.0
 """A first server makes its database: minutes on a busy machine."""
 PAUSE_S_MAX = 10.0
@@ -217,6 +219,28 @@ def test_a_server_that_is_killed_for_half_a_minute_is_not_noticed_and_shows_all_
         away = [later - sooner for sooner, later in pairwise(times) if begun <= later <= ended]
         print(f"longest pause while the server was away: {max(away):.1f} s, {len(away)} steps")
         assert max(away) < PAUSE_S_MAX
+        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 60.0)
+        assert state["type"] == "COMPLETED", state
+        assert house.ui.artifacts(flow_run)["progress"] == 100.0
+
+
+@pytest.mark.full
+def test_a_run_that_ends_while_the_server_is_away_is_shown_as_done_when_it_is_back(
+    house: House, tmp_path: Path
+) -> None:
+    keeper = psutil.Process(house.kept.keeper["pid"])
+    with house.run(tmp_path, "steps=12") as running:
+        until_step(running, 3)
+        flow_run = flow_run_of(running.run_dir)
+        keeper.suspend()
+        try:
+            os.kill(json.loads((house.folder / "prefect.lock").read_text())["pid"], signal.SIGKILL)
+            ran = running.wait()
+            threading.Event().wait(STARTS_S)
+        finally:
+            keeper.resume()
+        assert ran.code == 0, running.story()
+        _assert_whole(ran, 12)
         state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 60.0)
         assert state["type"] == "COMPLETED", state
         assert house.ui.artifacts(flow_run)["progress"] == 100.0
