@@ -43,7 +43,7 @@ HEAR_S = 1.0
 SHOW_S = 3.0
 SAY_S = 10.0
 """Between two lines in the flow run's log."""
-LAST_WORD_S_MAX = {"done": 60.0, "failed": 60.0, "cancelled": 8.0, "suspended": 8.0}
+LAST_WORD_S_MAX = {"done": 180.0, "failed": 180.0, "cancelled": 8.0, "suspended": 8.0}
 """How long a server that is away is waited for at the end. Who runs the command is not kept by it; who pressed a button
 expects the processes to be gone."""
 _IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}

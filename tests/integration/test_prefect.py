@@ -241,7 +241,7 @@ def test_a_run_that_ends_while_the_server_is_away_is_shown_as_done_when_it_is_ba
             keeper.resume()
         assert ran.code == 0, running.story()
         _assert_whole(ran, 12)
-        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 60.0)
+        state = house.ui.wait_state(flow_run, lambda state: state["type"] in FINAL, 200.0)
         assert state["type"] == "COMPLETED", state
         assert house.ui.artifacts(flow_run)["progress"] == 100.0
 
