@@ -21,6 +21,8 @@ from workers.taps import archive
 
 STRATA = ("none", "to a quarter", "to a half", "to three quarters", "above", "all")
 """Share of a group's samples that are correct."""
+TITLES = {"by_lag": "trained groups by lag", "by_difficulty": "by difficulty", "bubble": "engines with nothing to run"}
+"""What each table is called."""
 COLUMNS = ("group", "index", "attempt", "response_ids", "reward", "outcome", "offset")
 
 
@@ -122,18 +124,14 @@ def bubbles(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def as_text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    titles = {
-        "by_lag": "trained groups by lag",
-        "by_difficulty": "by difficulty",
-        "bubble": "engines with nothing to run",
-    }
     parts = []
-    for name, title in titles.items():
+    for name, title in TITLES.items():
         if found[name]:
-            rows = [list(found[name][0]), *([_shown(cell) for cell in row.values()] for row in found[name])]
+            rows = [list(found[name][0]), *([shown(cell) for cell in row.values()] for row in found[name])]
             parts += ["", f"{title}:", *(f"  {line}" for line in grid(rows))]
     return "\n".join(parts)
 
 
-def _shown(cell: Any) -> str:
+def shown(cell: Any) -> str:
+    """A cell of a table as people read it."""
     return "-" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)

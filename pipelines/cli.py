@@ -148,8 +148,14 @@ def status(
             print(view.as_json(said) if as_json else view.as_text(said))
 
 
-@app.command(epilog="Example: dora report quickstart-000 --json")
-def report(run: Run, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
+@app.command(epilog="Example: dora report quickstart-000 --html report.html")
+def report(
+    run: Run,
+    *,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots.")] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
     """What a run did, from its archive: the summary, and whether stale groups were worse or only others."""
     with _faults():
         from pipelines import case_study
@@ -158,6 +164,10 @@ def report(run: Run, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) 
         from pipelines.runs import find_run
 
         folder = find_run(run, runs_dir)
+        if html is not None:
+            from pipelines.report_page import page
+
+            page.write(read_resolved(folder), folder, html)
         made, study = reports.summarise(read_resolved(folder), folder), case_study.case_study(folder)
         if as_json:
             print(json.dumps({"summary": made.model_dump(mode="json"), "case_study": study}))

@@ -58,7 +58,7 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
     """The summary of what the archive says."""
     tally = tally_of(run_dir)
     rows = _rows(run_dir)
-    metrics = _texts(run_dir, "metrics")
+    metrics = texts(run_dir, "metrics")
     members = [member for step in sorted(tally.trained_steps) for member in tally.members.get(step, [])]
     places = [(member["partition"], member["offset"], member["row"]) for member in members]
     generated = sum(rows.tokens.values())
@@ -101,12 +101,12 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
 def tally_of(run_dir: Path) -> Tally:
     """The fold of the archived journal."""
     tally = Tally()
-    for record in _texts(run_dir, "journal"):
+    for record in texts(run_dir, "journal"):
         tally.take(record)
     return tally
 
 
-def _texts(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+def texts(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """What was said there, but for JSON of strangers."""
     said = [json.loads(value) for value in archive.read(run_dir, kind).column("value").to_pylist()]
     return [value for value in said if isinstance(value, dict) and "run" in value]
@@ -201,7 +201,7 @@ def _reward(tally: Tally, rows: _Rows, run_dir: Path) -> s.RewardSummary:
 def _write_metrics(run_dir: Path) -> None:
     points = [
         {"at": point["at"], "source": point["source"], "step": point["step"], "name": name, "value": value}
-        for point in _texts(run_dir, "metrics")
+        for point in texts(run_dir, "metrics")
         for name, value in point["values"].items()
     ]
     unfinished = run_dir / f"{METRICS}.tmp"

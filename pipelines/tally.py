@@ -119,15 +119,15 @@ class Tally:
             self.first_weights_us = self.working_us
         if version and version - 1 not in self.trained_steps:
             self.trained_steps.add(version - 1)
-            self._lag.update(self._lags(version - 1))
+            self._lag.update(self.lag_of(version - 1))
             before = self.first_weights_us if self.last_weights_us is None else self.last_weights_us
             self.last_step_us = self.working_us - before
             self.last_weights_us = self.working_us
 
-    def _lags(self, step: int) -> list[int]:
-        """The lag of every trajectory of a step."""
+    def lag_of(self, step: int) -> Counter[int]:
+        """Lag -> trajectories of a step."""
         versions = dict(self.chosen.get(step, []))
-        return [step - versions[member["group"]] for member in self.members.get(step, [])]
+        return Counter(step - versions[member["group"]] for member in self.members.get(step, []))
 
     def _event_joined(self, event: Mapping[str, Any]) -> None:
         self.joined[event["engine"]] = event
