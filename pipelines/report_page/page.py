@@ -25,7 +25,7 @@ _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --fore: #1b1f24; --soft: #59636e; --rule: #d1d9e0; --card: #f6f8fa;
   --c0: #0072b2; --c1: #e69f00; --c2: #009e73; --c3: #cc79a7; --c4: #56b4e9; }
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --fore: #e6edf3; --soft: #9198a1; --rule: #3d444d;
-  --card: #151b23; --c0: #3f9fdc; } }
+  --card: #151b23; --c0: #3f9fdc; --c4: #f0e442; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 12px; background: var(--back); color: var(--fore);
   font: 15px/1.45 system-ui, sans-serif; }
