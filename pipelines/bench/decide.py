@@ -66,7 +66,7 @@ def row(engines: int, requests: int) -> dict[str, Any]:
     return {
         "engines": engines,
         "requests": requests,
-        "running": life.mind.fleet.booked(),
+        "running": life.mind.fleet.booked,
         "versions_live": int(life.mind.figures()["versions_live"]),
         "events": len(times),
         "mean_ms": round(1e3 * statistics.fmean(times), 4),
@@ -87,7 +87,7 @@ def bytes_per_request(engines: int, requests: int) -> int:
     life.ends.clear()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return round((after - before) / life.mind.fleet.booked())
+    return round((after - before) / life.mind.fleet.booked)
 
 
 class _Life:

@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "a loading engine is switched again",
         "placement",
-        "busy = [e for e in self.engines.values() if e.loading is None and",
-        "busy = [e for e in self.engines.values() if",
+        "nsmallest(over, hosts.serving.values(), key=_weight)",
+        "nsmallest(over, (e for e in self.engines.values() if e.version == version), key=_weight)",
     ),
     Mutant("seats are overbooked by one", "placement", "or len(engine.booked) == engine.seats:", "or False:"),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "a lost engine keeps its requests", "hearing", "        for key in engine.booked:\n", "        for key in ():\n"
     ),
-    Mutant("silent engines are never given up", "hearing", "if late(engine.heard, limits.timeout_s):", "if False:"),
+    Mutant("silent engines are never given up", "hearing", "if engine.heard + silence < self.patience:", "if False:"),
     Mutant(
         "a mind that was away calls all engines late",
         "hearing",
@@ -203,8 +203,8 @@ MUTANTS = (
     Mutant(
         "engines switch in an order that memory decides",
         "placement",
-        "givers = sorted(idle, key=lambda e: e.number)",
-        "givers = sorted(idle, key=lambda e: id(e) // 16 % 7)",
+        "givers = sorted(self.idle.values(), key=lambda e: e.number)",
+        "givers = sorted(self.idle.values(), key=lambda e: id(e) // 16 % 7)",
     ),
     Mutant(
         "a snapshot forgets failures",
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "an old version gives up engines that it needs",
         "state",
-        "live, min(keep, len(held)), want)",
+        "live, min(keep, held), want)",
         "live, 0, 1)",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from tests.simulation.world import World
 from tests.unit.mind_driver import Driver, played
 from workers.orchestrator import snapshot as s
 from workers.orchestrator.groups import Group, Groups, Place, Request, VersionBooks
-from workers.orchestrator.placement import Engine, Fleet
+from workers.orchestrator.placement import Engine, Fleet, Hosts
 from workers.orchestrator.recovery import JournalDiffers, newest, recover, replay
 from workers.orchestrator.rows import Rows
 from workers.orchestrator.state import Mind
@@ -47,7 +47,7 @@ def tree(thing: object) -> Any:
     held = attributes(thing)
     match thing:
         case Mind():
-            del held["settings"]
+            del held["settings"], held["late_from"]
             true = [e for e in thing.issued if thing.groups.find(e[1].group, e[1].index, e[2]) and e[0] == e[1].since]
             held["issued"] = true
         case VersionBooks():
@@ -55,8 +55,12 @@ def tree(thing: object) -> Any:
         case Groups():
             held["complete"] = sorted(thing.complete.items())
         case Fleet():
-            held["roomy"] = sorted((version, sorted(there)) for version, there in thing.roomy.items() if there)
-            held["heaps"] = [(version, thing.pick(version, 0, ())) for version, _ in held["roomy"]]
+            held["hosts"] = sorted((v, tree(hosts), thing.pick(v, 0, ())) for v, hosts in thing.hosts.items())
+            held["hosts"] = [one for one in held["hosts"] if thing.in_use(one[0])]
+            held["idle"], held["limits"] = sorted(thing.idle), sorted(thing.limits.items())
+        case Hosts():
+            del held["heap"]
+            held["serving"], held["roomy"] = sorted(thing.serving), sorted(thing.roomy)
     return {name: tree(value) for name, value in held.items()}
 
 
@@ -82,12 +86,12 @@ def test_a_restored_mind_has_every_attribute_of_the_one_it_was_taken_from(seed: 
 
 
 KNOWN: tuple[tuple[type[Any], type[s._Part], set[str], set[str]], ...] = (
-    (Mind, s.Snapshot, {"settings", "rules"}, {"form", "steps"}),
+    (Mind, s.Snapshot, {"settings", "rules", "late_from"}, {"form", "steps"}),
     (Groups, s.GroupsPart, {"table", "complete", "live", "evaluating"}, {"groups"}),
     (VersionBooks, s.VersionPart, {"live", "evaluating", "unsampled", "waiting", "tokens"}, {"version"}),
     (Group, s.GroupPart, {"unscored"}, {"tokens_max"}),
     (Request, s.RequestPart, {"group", "index", "version", "tokens_max"}, set()),
-    (Fleet, s.FleetPart, {"roomy", "heaps", "limit"}, set()),
+    (Fleet, s.FleetPart, {"hosts", "idle", "limits", "seats", "booked"}, set()),
     (Engine, s.EnginePart, {"tokens"}, set()),
     (Rows, s.RowsPart, {"ahead"}, set()),
 )

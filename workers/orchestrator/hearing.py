@@ -13,7 +13,7 @@ from dataclasses import replace
 from schemas import messages as m
 from schemas.ids import RequestKey
 from schemas.invariants import MEMBERS_MIN
-from schemas.settings import Settings
+from schemas.settings import Engines, Settings
 from workers.orchestrator import window
 from workers.orchestrator.groups import UNSAMPLED, Group, Groups, Place, Request, Stage
 from workers.orchestrator.placement import Engine, Fleet
@@ -48,6 +48,8 @@ class Hearing:
         self.voids_in_row = 0
         self.now = -1
         self.patience = 0
+        self.late_from = 0
+        """No engine is late before this, on the patience clock."""
         self.rebalanced_at = 0
         self.issued: deque[tuple[int, Request, int]] = deque()
         """(since, request, attempt) in order of time: what `request_timeout_s` looks at."""
@@ -242,18 +244,25 @@ class Hearing:
             self.blocked_by_oldest_s += gap / SECOND_US
         limits, period = self.settings.engines, self.settings.scheduling.rebalance_period_s
 
-        def late(since: int, limit_s: float) -> bool:
-            return self.patience - since > limit_s * SECOND_US
-
-        for engine in list(self.fleet.engines.values()):
-            if late(engine.heard, limits.timeout_s):
-                self._lose(engine, f"said nothing for {limits.timeout_s:g} s")
-            elif engine.loading is not None and late(engine.loading_since, limits.start_timeout_s):
-                self._lose(engine, f"did not load version {engine.loading} in {limits.start_timeout_s:g} s")
+        if self.patience > self.late_from:
+            self._late_engines(limits)
         self._late_requests(int(limits.request_timeout_s * SECOND_US))
         if self.now - self.rebalanced_at >= period * SECOND_US:
             self.rebalanced_at = self.now
             self.triggered = True
+
+    def _late_engines(self, limits: Engines) -> None:
+        """Give them up, and say when it is worth to look again."""
+        silence, start = int(limits.timeout_s * SECOND_US), int(limits.start_timeout_s * SECOND_US)
+        for engine in list(self.fleet.engines.values()):
+            if engine.heard + silence < self.patience:
+                self._lose(engine, f"said nothing for {limits.timeout_s:g} s")
+            elif engine.loading is not None and engine.loading_since + start < self.patience:
+                self._lose(engine, f"did not load version {engine.loading} in {limits.start_timeout_s:g} s")
+        heard = (engine.heard for engine in self.fleet.engines.values())
+        since = (engine.loading_since for engine in self.fleet.engines.values() if engine.loading is not None)
+        now = self.patience
+        self.late_from = min(min(heard, default=now) + silence, min(since, default=now) + start)
 
     def _late_requests(self, limit: int) -> None:
         while self.strays and self.strays[0][0] <= self.patience:

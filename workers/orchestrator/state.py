@@ -176,15 +176,13 @@ class Mind(Hearing):
         if version == self.published:
             could = min(self._openable() * self.settings.group_size, self.fleet.free_seats())
             return partition.Demand(version, books.unsampled + could, live)
-        seats = min(engine.seats for engine in self.fleet.engines.values())
-        kv_tokens = min(engine.kv_tokens_max for engine in self.fleet.engines.values())
-        running = [engine for engine in held if engine.loading is None]
-        placed, tokens = sum(len(e.booked) for e in running), sum(e.tokens for e in running)
-        keep = partition.engines_needed(placed, tokens, books.largest, seats, kv_tokens)
+        seats, kv_tokens = self.fleet.smallest()
+        running = self.fleet.of(version)
+        keep = partition.engines_needed(running.requests, running.tokens, books.largest, seats, kv_tokens)
         want = partition.engines_needed(books.unsampled, books.tokens, books.largest, seats, kv_tokens)
-        if want > len(held):
-            want = len(held) + (1 if books.unsampled > placed else 0)
-        return partition.Demand(version, books.unsampled, live, min(keep, len(held)), want)
+        if want > held:
+            want = held + (1 if books.unsampled > running.requests else 0)
+        return partition.Demand(version, books.unsampled, live, min(keep, held), want)
 
     def _supplement(self) -> None:
         """Fill free seats: requests that wait, oldest version first, then new groups."""
@@ -213,7 +211,7 @@ class Mind(Hearing):
 
     def _fill(self) -> None:
         """`legacy_fill`: idle seats that only an older version can use get new groups of that version."""
-        for version in sorted(self.fleet.roomy, reverse=True):
+        for version in sorted(self.fleet.hosts, reverse=True):
             while (
                 not self.ended
                 and version < self.published
@@ -299,7 +297,7 @@ class Mind(Hearing):
             "groups_complete": len(self.groups.complete),
             "groups_chosen": len(self.chosen),
             "groups_evaluating": self.groups.evaluating,
-            "requests_running": self.fleet.booked(),
+            "requests_running": self.fleet.booked,
             "requests_waiting": sum(books.waiting for books in versions),
             "engines": len(self.fleet.engines),
             "seats_free": self.fleet.free_seats(),
