@@ -4,7 +4,8 @@ Each row is one mind. It is filled, then requests end one by one and are scored 
 as each other), batches are chosen and trained, versions are published, engines swap and hand requests back; every event
 is timed alone, in CPU seconds (the mind only computes; who else runs on the machine does not count). No log, no
 process. After a publication engines load, hand requests back and fill up: what all those events take together is
-`burst_ms_worst`. Memory is that of the mind's own objects (tracemalloc), in a run of its own that is not timed.
+`burst_ms_worst`. The garbage collector is set as in the orchestrator: a full collection in the middle of an event was
+its worst time by far. Memory is that of the mind's own objects (tracemalloc), in a run of its own that is not timed.
 """
 
 import gc
@@ -21,6 +22,7 @@ from schemas.ids import Position
 from schemas.settings import Settings
 from workers.orchestrator.state import Mind
 from workers.runtime import clock
+from workers.runtime.collector import no_full_collections
 
 ENGINES = (64, 256, 1024, 4096)
 REQUESTS = (10_000, 100_000, 400_000)
@@ -60,7 +62,8 @@ def row(engines: int, requests: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     life.timed = True
-    life.go_on(PUBLICATIONS)
+    with no_full_collections():
+        life.go_on(PUBLICATIONS)
     gc.unfreeze()
     times = sorted(life.events_s)
     return {

@@ -3,7 +3,6 @@
 Rule 1: a run depends on its job alone, so the figures do not depend on who runs it.
 """
 
-import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pipelines.simulate.cost import Split
 from pipelines.simulate.deployment import Deployment
 from pipelines.simulate.record import Tape
 from pipelines.simulate.world import World
+from workers.runtime.collector import no_full_collections
 
 SMALL = 50_000
 """So many responses are simulated in a few seconds: other processes would take as long to start."""
@@ -35,7 +35,7 @@ def run(job: Job) -> Tape:
     case, split = job.case, job.split
     engines = case.settings.engines.model_copy(update={"count": split.rollout})
     settings = case.settings.model_copy(update={"engines": engines})
-    with _no_collector():
+    with no_full_collections():
         return World(settings, case.cost, split, case.work, job.seed).run(case.warm_up + case.measured)
 
 
@@ -54,15 +54,3 @@ def many(deployment: Deployment) -> Iterator[Many]:
 def sooner(case: Deployment) -> Deployment:
     """With K = 0 or 1 the first step, or the first two, are all that differs."""
     return replace(case, warm_up=min(case.warm_up, case.settings.lag_max + 1))
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Millions of small objects and no circles among them: to look for some is a fifth of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

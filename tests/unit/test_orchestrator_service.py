@@ -1,5 +1,6 @@
 """The whole house on an in-memory log: what services say to each other fits, also after the orchestrator's restart."""
 
+import gc
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from workers.orchestrator import service as orchestrator_service
 from workers.orchestrator.service import Hands, read_journal, read_tail
 from workers.orchestrator.service import serve as serve_orchestrator
 from workers.runtime import clock
+from workers.runtime.collector import NEVER
 from workers.runtime.process import Process
 from workers.transport.records.bus import publish
 from workers.transport.records.memory_bus import MemoryBus
@@ -32,7 +34,17 @@ def _effects(journal: list[m.JournalRecord], kind: type[m.Message]) -> list[m.Me
     return [effect for record in journal for effect in record.effects if isinstance(effect, kind)]
 
 
-def test_a_run_from_prompt_to_last_version_passes_the_archive_checker(tmp_path: Path, tiny: Path) -> None:
+def test_a_run_from_prompt_to_last_version_passes_the_archive_checker(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: set[int] = set()
+    turn = Hands.turn
+
+    def looking(hands: Hands) -> None:
+        limits.add(gc.get_threshold()[2])
+        turn(hands)
+
+    monkeypatch.setattr(Hands, "turn", looking)
     run_dir = tmp_path / "whole"
     settings = settings_of(run_dir, tiny)
     bus = MemoryBus()
@@ -41,6 +53,7 @@ def test_a_run_from_prompt_to_last_version_passes_the_archive_checker(tmp_path: 
         assert running.codes["orchestrator"] == 0
     assert set(running.codes.values()) == {0}, running.codes
     assert check(run_dir) == []
+    assert limits == {NEVER}, "no full collection delays a decision"
     journal = read_journal(bus, Topics(settings.name).journal)
     assert recovery.replay(settings, journal).ended
     assert [batch.step for batch in _effects(journal, m.BatchRecord)] == [0, 1, 2, 3]

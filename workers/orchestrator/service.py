@@ -18,6 +18,7 @@ from schemas.topics import RECORD_BYTES_MAX, version_key
 from workers.orchestrator import snapshot
 from workers.orchestrator.recovery import inputs, newest, recover
 from workers.runtime import clock
+from workers.runtime.collector import no_full_collections
 from workers.runtime.process import Process
 from workers.transport.records.bus import Bus, Record, publish
 from workers.transport.records.letters import dead_letter
@@ -41,12 +42,13 @@ TAIL_OFFSETS = 256
 
 def serve(process: Process, bus: Bus, snapshot_events: int = SNAPSHOT_EVENTS) -> int:
     """Run until the mind ends the run (0) or the process is told to stop (0)."""
-    hands = Hands(process, bus, snapshot_events)
-    try:
-        while not (hands.started and hands.mind.ended) and not process.stopping.is_set():
-            hands.turn()
-    finally:
-        hands.close()
+    with no_full_collections():
+        hands = Hands(process, bus, snapshot_events)
+        try:
+            while not (hands.started and hands.mind.ended) and not process.stopping.is_set():
+                hands.turn()
+        finally:
+            hands.close()
     return 0
 
 
