@@ -56,8 +56,11 @@ def deployment_of(ask: Ask) -> Deployment:
     found = _steps(changed(found, said))
     check(found)
     if ask.rollout is not None and (found.engines_total is None or not 1 <= ask.rollout < found.engines_total):
-        total = "the trainer has its own; set engines_total" if found.engines_total is None else found.engines_total
-        raise BadInput(f"--rollout {ask.rollout}: a part of the engines that trainer and rollout share ({total})")
+        if found.engines_total is None:
+            raise BadInput(f"--rollout {ask.rollout}: the trainer has accelerators of its own; set engines_total")
+        raise BadInput(
+            f"--rollout {ask.rollout}: 1 to {found.engines_total - 1}, engines_total with the trainer's part"
+        )
     return found
 
 
