@@ -59,7 +59,7 @@ def deployment_of(ask: Ask) -> Deployment:
         if found.engines_total is None:
             raise BadInput(f"--rollout {ask.rollout}: the trainer has accelerators of its own; set engines_total")
         raise BadInput(
-            f"--rollout {ask.rollout}: 1 to {found.engines_total - 1}, engines_total with the trainer's part"
+            f"--rollout {ask.rollout}: 1 to {found.engines_total - 1}, the trainer takes at least one of engines_total"
         )
     return found
 
