@@ -46,6 +46,7 @@ bench: $(READY)
 	$(BIN)/dora bench tap
 	$(BIN)/dora bench checkpoint
 	$(BIN)/dora bench train
+	$(BIN)/dora bench weights
 	$(BIN)/dora bench parity
 	$(BIN)/dora bench learn
 

@@ -1,6 +1,7 @@
 """What a run needs of this machine: memory and disk, estimated before anything starts.
 
-    engine    weights + kv_mib + kv_host_mib + 1.2 GiB of a vLLM process
+    engine    weights twice (what it serves, and the next version while it is prepared) + kv_mib + kv_host_mib
+              + 1.2 GiB of a vLLM process
     trainer   32 bytes per parameter in bfloat16, 30 in float32 (weights, gradient, masters, moments, and what of them a
               checkpoint copies), and those of a reference model + activations of a forward pass: a micro-batch, or one
               sample if that is longer + 1 GiB; for each copy of the model, the last for each of its processes
@@ -50,7 +51,7 @@ def memory_of(settings: Settings, model: ModelFolder) -> Memory:
     weights = model.parameters * _BYTES[settings.dtype] / GIB
     vllm, megatron = settings.engines.kind == "vllm", settings.training.kind == "megatron"
     caches = (settings.engines.kv_mib + settings.engines.kv_host_mib) / 1024
-    engine = weights + caches + VLLM_GIB if vllm else PACED_GIB
+    engine = 2 * weights + caches + VLLM_GIB if vllm else PACED_GIB
     trainer = PACED_GIB
     if megatron:
         layout = layout_of(settings)

@@ -16,6 +16,7 @@ NAMES: dict[str, str] = {
     "parity": "|difference| of engines' and trainer's log-probs, by dtype and lag",
     "train": "tokens/s of a training step over a plain Hugging Face loop's; packed over padded batches",
     "tap": "tokens/s of a run with two taps over the same run without them",
+    "weights": "how long a swap of weights stops decoding, over vLLM's own reload of the same tensors from memory",
 }
 
 

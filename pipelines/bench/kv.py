@@ -6,35 +6,24 @@ alone. Both prompts are random and new, so no prefix cache helps. What moved is 
 stop, greedy and seeded in turn: ids must be equal, `dlogp_max` is the largest difference of log-probs.
 """
 
-import json
-import multiprocessing
 import random
 import statistics
 import tempfile
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from pipelines.bench.benchmarks import Bench
+from pipelines.bench.engine_process import EngineProcess, Worker, engines
 from pipelines.device import best_dtype
-from pipelines.validate import resolve
 from schemas.ids import sampling_seed
-from schemas.messages import KvHandle, RequestRecord, WeightsRecord
-from schemas.settings import Dataset, Engines, Settings
+from schemas.messages import KvHandle, RequestRecord
 from workers.runtime import clock
-from workers.transport.kv.shared_memory import folder_of
-from workers.transport.weights.manifest import Dtype, probe_ids
-from workers.transport.weights.store import Store, read_tensors
+from workers.transport.weights.manifest import Dtype
 
 LENGTHS = {"2k": 2000, "4k": 4000}
 PAIRS = {"2k": 4, "4k": 2}
 BEFORE, AFTER = 8, 8
 """Tokens that are sampled before the stop and after it."""
-KV_MIB = {"bfloat16": 256, "float32": 512}
-LIMIT_S = 900.0
 SEED = 0
 
 
@@ -58,8 +47,11 @@ def _pairs(dtype: Dtype) -> list[dict[str, Any]]:
     rng = random.Random(SEED)
     with (
         tempfile.TemporaryDirectory(prefix="dora-bench-") as root,
-        _engines(Path(root), dtype) as (here, there, weights),
+        engines(_Mover, Path(root), dtype, *[Path(root) / "model"] * 2) as (here, there),
     ):
+        weights = here.ask("publish")
+        for engine in (here, there):
+            engine.ask("load", weights)
         rows: list[dict[str, Any]] = []
         for name, length in LENGTHS.items():
             for number in range(PAIRS[name]):
@@ -99,7 +91,7 @@ def _request(rng: random.Random, group: int, length: int, temperature: float) ->
     )
 
 
-def _move(here: "_Engine", there: "_Engine", first: RequestRecord, *, offer: bool) -> dict[str, Any]:
+def _move(here: EngineProcess, there: EngineProcess, first: RequestRecord, *, offer: bool) -> dict[str, Any]:
     """Stopped after `BEFORE` tokens; seconds from then to the first token over there."""
     ids, logprobs = here.ask("begin", first)
     began = clock.monotonic_s()
@@ -119,114 +111,7 @@ def _move(here: "_Engine", there: "_Engine", first: RequestRecord, *, offer: boo
     }
 
 
-# --- the processes ------------------------------------------------------------------------------
-
-
-class _Engine:
-    """The parent's end."""
-
-    def __init__(self, folder: Path, dtype: Dtype, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, folder, dtype, number), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, what: str, *args: Any) -> Any:
-        """RuntimeError with the engine's own traceback."""
-        self._pipe.send((what, args))
-        if not self._pipe.poll(LIMIT_S):
-            raise RuntimeError(f"the engine did not {what} in {LIMIT_S:g} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, RuntimeError):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-@contextmanager
-def _engines(root: Path, dtype: Dtype) -> Iterator[tuple[_Engine, _Engine, WeightsRecord]]:
-    (root / "model").symlink_to(resolve("builtin:smollm2"))
-    here, there = (_Engine(root, dtype, number) for number in (0, 1))
-    try:
-        weights = here.ask("publish")
-        for engine in (here, there):
-            engine.ask("load", weights)
-        yield here, there, weights
-    finally:
-        here.close()
-        there.close()
-
-
-def _settings(model: Path, dtype: Dtype) -> Settings:
-    engines = Engines(seats=4, kv_mib=KV_MIB[dtype], kv_host_mib=KV_MIB[dtype], tokens_per_request_max=4096)
-    return Settings.model_validate(
-        {
-            "model": str(model),
-            "dtype": dtype,
-            "steps": 1,
-            "group_size": 2,
-            "engines": engines,
-            "sampling": {"ignore_eos": True},
-            "dataset": (Dataset(path="none.jsonl"),),
-            "vllm": {"load_format": "auto"},
-        }
-    )
-
-
-def _serve(pipe: Connection, root: Path, dtype: Dtype, number: int) -> None:
-    """An engine's process: answers until the pipe is closed."""
-    worker = _Worker(root, dtype, number)
-    while True:
-        try:
-            what, args = pipe.recv()
-        except EOFError:
-            worker.engine.close()
-            return
-        try:
-            answer = getattr(worker, what)(*args)
-        except Exception:
-            pipe.send(RuntimeError(traceback.format_exc()))
-            raise
-        pipe.send(answer)
-
-
-class _Worker:
-    def __init__(self, root: Path, dtype: Dtype, number: int) -> None:
-        from workers.rollout.engines.vllm_engine import VllmEngine
-
-        self.root, self.dtype = root, dtype
-        settings = _settings(root / "model", dtype)
-        self.engine = VllmEngine(settings, root / "model", kv_folder=folder_of("bench", root), number=number)
-
-    def publish(self) -> WeightsRecord:
-        """Version 0: the model as it is. Its probe is this engine's, which loaded it by vLLM's own way."""
-        model = self.root / "model"
-        ids = probe_ids(json.loads((model / "config.json").read_text())["vocab_size"])
-        made = Store(self.root / "weights").publish(
-            0, read_tensors(model), model_folder=model, probe_logprobs=self.engine.probe(ids, 0), dtype=self.dtype
-        )
-        return WeightsRecord(
-            run="bench",
-            version=0,
-            step=None,
-            groups=(),
-            trajectories=0,
-            location=made.location,
-            manifest_sha256=made.manifest_sha256,
-            fingerprint=made.fingerprint,
-            created_at=0,
-        )
-
-    def load(self, weights: WeightsRecord) -> None:
-        self.engine.load(weights)
-
+class _Mover(Worker):
     def begin(self, request: RequestRecord) -> tuple[list[int], list[float]]:
         self.engine.add(request)
         return self._decode(BEFORE)

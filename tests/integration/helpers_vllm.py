@@ -162,6 +162,9 @@ class RemoteEngine:
     def fingerprint(self) -> str:
         return str(self._host.call("get", self._name, "fingerprint"))
 
+    def prepare(self, weights: WeightsRecord) -> bool:
+        return bool(self._do("prepare", weights))
+
     def load(self, weights: WeightsRecord) -> None:
         self._do("load", weights)
 
@@ -276,11 +279,20 @@ def close(name: str) -> None:
 
 
 def without_repacking(on: bool) -> None:
-    """Take the repacking of tied output layers out, or put it back."""
-    from workers.rollout.engines import vllm_extension
+    """Leave the packed copies of output layers as they are, or no longer."""
+    from workers.rollout.engines import vllm_spare
 
-    kept = _KEPT.setdefault("repack", vllm_extension.repack_output_layers)
-    setattr(vllm_extension, "repack_output_layers", (lambda _model: 0) if on else kept)  # noqa: B010
+    kept = _KEPT.setdefault("packing", vllm_spare.made_by_packing)
+
+    stale = lambda layer, twin: {} if type(layer).__name__ == "ParallelLMHead" else kept(layer, twin)  # noqa: E731
+    setattr(vllm_spare, "made_by_packing", stale if on else kept)  # noqa: B010
+
+
+def reload_by_vllm(name: str, folder: Path) -> None:
+    """vLLM's own reload of a folder's tensors."""
+    from workers.rollout.engines import vllm_spare
+
+    _ENGINES[name].reload(list(vllm_spare.tensors_of(folder, vllm_spare.Fingerprint())))
 
 
 def serve_anyway(name: str, version: int) -> None:
@@ -304,8 +316,8 @@ def publish_folder(
     from workers.transport.weights.manifest import probe_ids
     from workers.transport.weights.store import Store, read_tensors
 
-    vocabulary = _config(source)["vocab_size"]
-    probe = [one + probe_shift for one in hf_probe(source, dtype, probe_ids(vocabulary))]
+    vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+    probe = [one + probe_shift for one in hf_logprobs(source, dtype, probe_ids(vocabulary), 1.0)]
     made = Store(root / "weights").publish(
         version, read_tensors(source), model_folder=source, probe_logprobs=probe, dtype=dtype
     )
@@ -327,16 +339,6 @@ def announcement(version: int, made: Published) -> WeightsRecord:
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
-
-
-def hf_probe(folder: Path, dtype: str, ids: Sequence[int]) -> list[float]:
-    """Log-prob [len(ids) - 1] of each id given those before it, by transformers, temperature 1."""
-    return hf_logprobs(folder, dtype, ids, 1.0)
-
-
 def hf_logprobs(folder: Path, dtype: str, ids: Sequence[int], temperature: float) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
@@ -346,15 +348,13 @@ def hf_logprobs(folder: Path, dtype: str, ids: Sequence[int], temperature: float
     with torch.no_grad():
         logits = model(torch.tensor([list(ids)])).logits[0, :-1].float() / temperature
     chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    found: list[float] = chosen.tolist()
-    return found
+    return [float(one) for one in chosen.tolist()]
 
 
 def probe(name: str, ids: Sequence[int]) -> list[float]:
     """The engine's own probe of what it serves."""
     engine = _ENGINES[name]
-    found: list[float] = engine.probe(ids, engine.version or 0)
-    return found
+    return list(engine.probe(ids, engine.version or 0))
 
 
 def break_loads(on: bool) -> None:

@@ -121,6 +121,47 @@ def test_without_repacking_a_tied_output_layer_is_stale_and_the_probe_sees_it(pa
     assert away > 0.1 if keeps_a_copy else away <= TOLERANCE[pair.dtype]
 
 
+@pytest.mark.parametrize("pair", [("llama", True, "float32"), ("qwen2", True, "bfloat16")], indirect=True)
+def test_a_version_is_prepared_while_requests_of_the_old_one_decode_undisturbed(pair: Pair) -> None:
+    pair.swapped.load(pair.weights[0])
+    alone = run_all(pair.swapped, requests_of(0, max_new_tokens=200))
+    pair.swapped.load(pair.weights[0])
+    requests = requests_of(0, max_new_tokens=200)
+    for one in requests:
+        pair.swapped.add(one)
+    beside: dict[Any, Any] = {one.key: ([], []) for one in requests}
+    prepared_after = None
+    for steps in range(200):
+        if prepared_after is None and pair.swapped.prepare(pair.weights[1]):
+            prepared_after = steps
+        for part in pair.swapped.step():
+            beside[part.key][0].extend(part.ids)
+            beside[part.key][1].extend(part.logprobs)
+    assert prepared_after
+    assert difference(beside, alone) == 0.0
+    pair.swapped.load(pair.weights[1])
+    new = run_all(pair.swapped, requests_of(1))
+    assert difference(new, run_all(pair.cold, requests_of(1))) <= TOLERANCE[pair.dtype]
+
+
+@only_llama
+def test_an_engine_loads_another_version_than_the_one_it_prepared(pair: Pair) -> None:
+    pair.swapped.load(pair.weights[0])
+    assert not pair.swapped.prepare(pair.weights[0])
+    pair.swapped.load(pair.weights[1])
+    assert pair.swapped.fingerprint == pair.weights[1].fingerprint
+    assert difference(run_all(pair.swapped, requests_of(1)), run_all(pair.cold, requests_of(1))) <= 1e-5
+
+
+@only_llama
+def test_a_swap_is_whole_after_a_reload_of_vllms_own(pair: Pair) -> None:
+    """That leaves wrapped loaders behind, which load nothing by then."""
+    pair.swapped.load(pair.weights[0])
+    pair.host.call("reload_by_vllm", "swapped", pair.folders[0])
+    pair.swapped.load(pair.weights[1])
+    assert difference(run_all(pair.swapped, requests_of(1)), run_all(pair.cold, requests_of(1))) <= 1e-5
+
+
 @only_llama
 def test_a_prompt_asked_twice_with_a_swap_between_reads_nothing_of_the_old_version(pair: Pair) -> None:
     """C01: prefix cache on, two versions, the same prompt twice."""
@@ -234,7 +275,7 @@ def test_a_manifest_with_another_fingerprint_than_the_loaded_tensors_is_not_beli
 def test_the_probe_is_the_one_of_another_implementation(pair: Pair) -> None:
     pair.swapped.load(pair.weights[1])
     ids = probe_ids(VOCABULARY)
-    expected = pair.host.call("hf_probe", pair.folders[1], "float32", ids)
+    expected = pair.host.call("hf_logprobs", pair.folders[1], "float32", ids, 1.0)
     assert pair.host.call("probe", "swapped", ids) == pytest.approx(expected, abs=1e-4)
 
 

@@ -1,4 +1,5 @@
-"""What the rollout service says of KV: who gets a handle, what a stay says of it, what the engine counts."""
+"""What the rollout service says of KV: who gets a handle, what a stay says of it, what the engine counts;
+and when a swap moves them."""
 
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from schemas import messages as m
 from schemas.ids import RequestKey
 from tests.unit.rollout_house import House, settings
+from tests.unit.test_rollout_service import hosting_0
 from workers.rollout.engines.base import Prefill, Tokens
 from workers.rollout.engines.paced_engine import PacedEngine
 from workers.rollout.partials import Place, begin, counted, to_partial
@@ -127,3 +129,40 @@ def test_what_is_prefilled_again_is_counted_by_its_reason_and_new_requests_are_n
     for reason in ("gone", "checksum", "gone"):
         moves = counted(moves, later, Prefill(4, reason=reason))
     assert moves == m.Moves(taken=3, tokens_recomputed=12, reprefills={"gone": 2, "checksum": 1})
+
+
+class SlowToPrepare(PacedEngine):
+    """Version 1 is prepared when the test says so."""
+
+    asked = 0
+    prepared = False
+
+    def prepare(self, weights: m.WeightsRecord) -> bool:
+        self.asked += 1
+        return self.prepared or weights.version == 0
+
+
+def test_requests_go_on_while_the_next_version_is_prepared(tmp_path: Path) -> None:
+    engine = SlowToPrepare(settings(), pace=0)
+    house = hosting_0(House(tmp_path, engine))
+    key = house.issue(1, 0, 0, max_new_tokens=40)
+    house.until(lambda: house.tokens_so_far(key) >= 2)
+    house.announce(1)
+    house.swap(1)
+    house.until(lambda: engine.asked >= 5)
+    assert (len(house.of(m.Hosting)), engine.version) == (1, 0)
+    before = house.tokens_so_far(key)
+    assert before >= 5
+    engine.prepared = True
+    house.until(lambda: len(house.of(m.Hosting)) == 2)
+    (partial,) = house.of(m.PartialRecord)
+    assert before <= len(partial.response_ids) < 40
+
+
+def test_an_engine_without_requests_does_not_wait_for_a_version_to_be_prepared(tmp_path: Path) -> None:
+    engine = SlowToPrepare(settings(), pace=0)
+    house = hosting_0(House(tmp_path, engine))
+    house.announce(1)
+    house.swap(1)
+    house.until(lambda: len(house.of(m.Hosting)) == 2)
+    assert engine.version == 1

@@ -5,7 +5,8 @@
                                              `--Stop--> partials (keep) or nothing
 
 Rule 1: words of another incarnation are ignored, and sequences that were seen: a topic read twice changes nothing.
-Rule 2: a command waits for those before it. A swap waits for its version's announcement and for `after_sequence`.
+Rule 2: a command waits for those before it. A swap waits for its version's announcement and for `after_sequence`, and
+while requests run it waits until the version is prepared: they go on meanwhile.
 Rule 3: a Stop may overtake its request (two topics). It is kept until the request comes, at the longest to the next
 swap: by then everything issued before it was read.
 Rule 4: A row that is not valid is never written to `completions`: it is a dead letter, its request has failed.
@@ -177,6 +178,8 @@ class RolloutService:
     def _swap(self, swap: m.Swap) -> bool:
         weights = self._weights.get(swap.version)
         if weights is None or self._seen < swap.after_sequence:
+            return False
+        if self._running and self._engine.version != swap.version and not self._engine.prepare(weights):
             return False
         self._early.clear()
         load_s = 0.0

@@ -1,4 +1,4 @@
-"""A rollout engine as the rollout service sees it: a few calls, all from one thread, no threads of its own.
+"""A rollout engine as the rollout service sees it: a few calls, all from one thread.
 
 Implementations: `vllm_engine.py` (real), `paced_engine.py` (a cost table). One contract suite.
 """
@@ -65,6 +65,9 @@ class Engine(Protocol):
     @property
     def fingerprint(self) -> str:
         """Its own hash of the weights that it serves."""
+
+    def prepare(self, weights: WeightsRecord) -> bool:
+        """Get ready to load these, beside the steps; asked again and again. True once nothing is left to prepare."""
 
     def load(self, weights: WeightsRecord) -> None:
         """Swap weights in place, between steps; the engine is empty. Hashes what it loads, resets the prefix cache,

@@ -59,6 +59,9 @@ class PacedEngine:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def prepare(self, weights: WeightsRecord) -> bool:  # noqa: ARG002
+        return True
+
     def load(self, weights: WeightsRecord) -> None:
         assert not self._running, "swap with requests inside"
         assert not self._waiting, "swap with requests inside"

@@ -22,7 +22,6 @@ from workers.rollout.engines.vllm_extension import KEPT_ID
 from workers.rollout.engines.vllm_kv import KvMoves
 from workers.runtime.errors import BadInput, ProbeMismatch, WeightsUnavailable
 from workers.transport.weights.manifest import PROBE_TOKENS, Manifest, probe_differs
-from workers.transport.weights.store import Store
 
 BLOCK_TOKENS = 32
 BATCH_TOKENS_MIN = 2048
@@ -87,11 +86,14 @@ class VllmEngine:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def prepare(self, weights: WeightsRecord) -> bool:
+        return all(self._engine.collective_rpc("prepare_version", args=(weights,)))
+
     def load(self, weights: WeightsRecord) -> None:
         assert not self._requests, "swap with requests inside"
         self._version, self._fingerprint = None, ""
-        folder, manifest = Store.open(weights)
-        loaded = set(self._engine.collective_rpc("load_version", args=(str(folder),)))
+        answers = self._engine.collective_rpc("load_version", args=(weights,))
+        loaded, manifest = {fingerprint for fingerprint, _ in answers}, answers[0][1]
         if loaded != {weights.fingerprint}:
             raise WeightsUnavailable(
                 f"version {weights.version}: loaded tensors have fingerprint {', '.join(sorted(loaded))}, "
@@ -102,6 +104,10 @@ class VllmEngine:
         self._check_probe(weights.version, manifest)
         self._version, self._fingerprint = weights.version, weights.fingerprint
         self._moves.serves(weights.fingerprint)
+
+    def reload(self, tensors: Sequence[tuple[str, Any]]) -> None:
+        """vLLM's own way to take weights from memory, to be measured beside `load`: nothing is checked."""
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
 
     def add(self, request: RequestRecord) -> None:
         assert request.host_version == self._version, (
@@ -184,6 +190,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self._moves.close()
+        self._engine.collective_rpc("end_preparing")
         self._engine.engine_core.shutdown()
 
     def _submit(self, name: str, ids: Sequence[int], *, salt: int, **sampling: Any) -> None:

@@ -1,49 +1,22 @@
-"""What runs inside vLLM's worker: swap the weights in place, and hash exactly the bytes that were loaded; write out the
-KV of a request that leaves.
+"""What runs inside vLLM's worker: prepare weights and swap them, write out the KV of a request that leaves, say what a
+truncated draw kept.
 
-Rule 1: every tensor is copied once; the copy is hashed and the copy is loaded. So the fingerprint is of what is served.
-Rule 2: after a reload on a CPU a tied output layer still computes with its old packed copy of the embedding, and
-nothing says so. `repack_output_layers` packs it again; the probe of a version is what would notice without it.
-Rule 3: vLLM's log-probs of a truncated draw are of what was kept. How much that was is known while a token is drawn and
+Rule 1: vLLM's log-probs of a truncated draw are of what was kept. How much that was is known while a token is drawn and
 nowhere else: `report_kept_mass` sends it along as the log-prob of an id that no model has.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from schemas.messages import WeightsRecord
+from workers.rollout.engines.vllm_spare import Spares
 from workers.transport.kv import shared_memory, vllm_connector
 from workers.transport.kv.handoff import Header, Unusable
-from workers.transport.weights.manifest import Fingerprint, RawTensor
-from workers.transport.weights.store import read_tensors
+from workers.transport.weights.manifest import Manifest
 
 KEPT_ID = -1
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-def repack_output_layers(model: torch.nn.Module) -> int:
-    """Pack the weights of output layers again where a CPU kernel keeps its own copy of them; returns how many."""
-    packed = [
-        module
-        for module in model.modules()
-        if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead"
-    ]
-    for module in packed:
-        module.quant_method.process_weights_after_loading(module)
-    return len(packed)
 
 
 def report_kept_mass(sampler: Any) -> None:
@@ -79,7 +52,7 @@ class WeightsExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`), called by `collective_rpc`."""
 
     model_runner: Any
-    reload_weights: Any
+    _spares_made: Spares | None = None
 
     def report_kept_mass(self) -> bool:
         """False if this vLLM draws in another way."""
@@ -89,15 +62,24 @@ class WeightsExtension:
             report_kept_mass(sampler)
         return known
 
-    def load_version(self, folder: str) -> str:
-        """Load all tensors of the folder in place; returns their fingerprint. WeightsUnavailable."""
-        whole = Fingerprint()
-        tensors = _tensors(Path(folder), whole)
-        self.reload_weights(weights_iterator=tensors)
-        for name, _ in tensors:
-            raise AssertionError(f"vLLM did not load {name}")
-        repack_output_layers(self.model_runner.model)
-        return whole.hexdigest()
+    def prepare_version(self, record: WeightsRecord) -> bool:
+        """Get the version ready beside decoding; True once it is, or `load_version` will say why it cannot be."""
+        return self._spares().prepare(record)
+
+    def load_version(self, record: WeightsRecord) -> tuple[str, Manifest]:
+        """Serve it, prepared or not; returns the fingerprint of what was loaded. WeightsUnavailable."""
+        spare = self._spares().take(record)
+        spare.put_in()
+        return spare.fingerprint, spare.manifest
+
+    def end_preparing(self) -> None:
+        """Once, at the end."""
+        self._spares().close()
+
+    def _spares(self) -> Spares:
+        if self._spares_made is None:
+            self._spares_made = Spares(self)
+        return self._spares_made
 
     def begin_handover(self, block_count: int) -> tuple[str, str, int] | None:
         """Let the connector find this worker's requests. Returns layout and dtype of the KV and bytes of one block of
@@ -119,10 +101,3 @@ class WeightsExtension:
         except Unusable as error:
             return error.reason
         return ""
-
-
-def _tensors(folder: Path, whole: Fingerprint) -> Iterator[tuple[str, torch.Tensor]]:
-    for raw in read_tensors(folder):
-        data = bytearray(raw.data)
-        whole.add(RawTensor(raw.name, raw.dtype, raw.shape, memoryview(data)))
-        yield raw.name, torch.frombuffer(data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
