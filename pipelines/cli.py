@@ -244,15 +244,33 @@ def replay(
         list[str] | None, typer.Option("--what-if", metavar="a.b=c", help="Which decision a setting changes first.")
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="G", min=0, help="The life of a group, with its text.")] = None,
+    to: Annotated[
+        str, typer.Option("--to", metavar="BROKER", help="Say the run's topics again there (host:port), to debug on.")
+    ] = "",
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="--to: as which run; else RUN-again-000.")] = "",
+    topics: Annotated[
+        list[str] | None, typer.Option("--topic", metavar="TOPIC", help="--to: only this; again for more.")
+    ] = None,
+    since: Annotated[
+        str, typer.Option(metavar="WHEN", help="--to: from a time, 10m ago, or a position. With --step A-B: steps.")
+    ] = "",
+    until: Annotated[str, typer.Option(metavar="WHEN", help="--to: up to there.")] = "",
+    speed: Annotated[
+        float | None, typer.Option(metavar="X", help="--to: 1 = as it was in time; else as fast as possible.")
+    ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Play a run again from its archive alone: a training step, the decisions, a group. 1 if a comparison differs."""
+    """Play a run again: a training step, the decisions, a group; or its topics (--to). 1 if a comparison differs."""
     with _faults():
         from pipelines.replay_command import Ask, play
+        from pipelines.replay_to import Wanted
         from pipelines.runs import find_run
 
-        ask = Ask(step, decisions, tuple(what_if or ()), group)
+        wanted = Wanted(to, name, tuple(topics or ()), step, since, until, speed)
+        if not to and wanted != Wanted("", step=step):
+            raise typer.BadParameter("--as, --topic, --since, --until, --speed go with --to BROKER")
+        ask = Ask(step, decisions, tuple(what_if or ()), group, wanted if to else None)
         raise typer.Exit(0 if play(find_run(run, runs_dir), ask, as_json=as_json) else 1)
 
 

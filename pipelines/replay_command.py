@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines import environment, replay_decisions, replay_group
+from pipelines import environment, replay_decisions, replay_group, replay_to
 from pipelines.replay import Compared, Replay, StepAgain, Value, replay
 from workers.runtime.errors import BadInput
 
@@ -14,21 +14,33 @@ _SHOWN = ("loss", "grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What of a run is to be played again: one of `step` (a number or `all`), `decisions`, `group`."""
+    """What of a run is to be played again: one of `step` (a number or `all`), `decisions`, `group`; with `to` none but
+    `step`, which then is a range."""
 
     step: str | None = None
     decisions: bool = False
     what_if: tuple[str, ...] = ()
     group: int | None = None
+    to: replay_to.Wanted | None = None
 
     def __post_init__(self) -> None:
         """BadInput."""
+        if self.to is not None:
+            if self.decisions or self.what_if or self.group is not None:
+                raise BadInput("--to says records again: of --step, --since, --until; not --decisions or --group")
+            return
         if (self.step is not None) + (self.decisions or bool(self.what_if)) + (self.group is not None) != 1:
-            raise BadInput("replay what? Give one of --step N, --step all, --decisions [--what-if a.b=c], --group G")
+            raise BadInput(
+                "replay what? Give one of --step N, --step all, --decisions [--what-if a.b=c], --group G, --to BROKER"
+            )
 
 
 def play(run_dir: Path, ask: Ask, *, as_json: bool) -> bool:
     """Do it and print; False if a comparison differs. BadInput."""
+    if ask.to is not None:
+        again = replay_to.say_again(run_dir, ask.to)
+        print(json.dumps(replay_to.as_dict(again)) if as_json else replay_to.as_text(again))
+        return True
     if ask.step is not None:
         return _steps(run_dir, ask.step, as_json=as_json)
     if ask.group is not None:

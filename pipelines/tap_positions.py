@@ -65,8 +65,9 @@ class Since:
     now: bool = False
 
 
-def since(kind: str, text: str) -> Since:
-    """What a person says: `beginning`, `now`, a duration (`10m`), a time (ISO 8601), a position. BadInput."""
+def since(kind: str, text: str, option: str = "--since") -> Since:
+    """What a person says: `beginning`, `now`, a duration (`10m`), a time (ISO 8601), a position. BadInput names the
+    `option`."""
     if text in (BEGINNING, NOW):
         return Since(Positions(kind), now=text == NOW)
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
@@ -79,7 +80,7 @@ def since(kind: str, text: str) -> Since:
         at = datetime.fromisoformat(text)
     except ValueError:
         raise BadInput(
-            f"--since {text}: write a duration (10m, 2h, 1d), a time (2026-01-31T12:00, UTC unless it says more), "
+            f"{option} {text}: write a duration (10m, 2h, 1d), a time (2026-01-31T12:00, UTC unless it says more), "
             "a position that a tap printed, beginning, or now"
         ) from None
     at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -126,6 +126,13 @@ _OF_TOPIC: dict[str, Any] = {
 }
 
 
+def headers_of_topic(topic_kind: str, identity: str | None) -> dict[str, str]:
+    """Headers of a record of this kind of topic (not one of token rows) whose `id` is known, but not its headers."""
+    name, _ = _READERS[_OF_TOPIC[topic_kind]]
+    known = {} if identity is None else {"id": identity}
+    return {"schema": f"{name}/{SCHEMA_NUMBERS[name]}", **known}
+
+
 def decode_of_topic(topic_kind: str, value: bytes, headers: Mapping[str, str]) -> m.Message:
     """The message in a record of a topic of this kind (`prompts`, `requests`, ...; not those of token rows)."""
     message: m.Message = decode(_OF_TOPIC[topic_kind], value, headers)
