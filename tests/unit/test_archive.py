@@ -1,5 +1,6 @@
 """The archive: every record of every topic, once, whatever happens to it; and what is read from it."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from schemas import messages as m
 from schemas.codec import arrow_headers
 from schemas.topics import Topics, score_partition, version_key
 from tests.unit.reward_rows import Deadline, a_bus, a_process, a_row, complete
+from workers.runtime.errors import BadInput
 from workers.taps import evaluate
-from workers.taps.archive import RAW_SCHEMA, TEXT_SCHEMA, Archive, Roll, read, serve, write_file
+from workers.taps.archive import RAW_SCHEMA, TEXT_SCHEMA, Archive, Roll, check, read, schema_of, serve, write_file
 from workers.transport.records.bus import publish
 from workers.transport.records.memory_bus import MemoryBus
 
@@ -236,3 +238,15 @@ def test_a_topic_that_is_deleted_after_it_was_listed_stops_nothing(tmp_path: Pat
     complete(bus, [a_row(0, 0)])
     archive_all(bus, tmp_path)
     assert len(read(tmp_path, "completions")) == 1
+
+
+@pytest.mark.parametrize("name", ["finish_reason", "kv_recomputed"])
+def test_a_name_in_a_file_that_is_no_longer_text_is_damage_of_it(tmp_path: Path, name: str) -> None:
+    """A column's name, or one inside of a column of structures."""
+    file = tmp_path / "archive" / "trajectories" / f"0.{0:020d}.arrow"
+    write_file(file, pa.Table.from_pylist([a_row(0, 0)], schema=schema_of("trajectories")))
+    whole = file.read_bytes()
+    assert name.encode() in whole
+    file.write_bytes(whole.replace(name.encode(), b"\xff" + name[1:].encode()))
+    with pytest.raises(BadInput, match=re.escape(f"{file} is damaged")):
+        check(tmp_path, "trajectories")

@@ -201,6 +201,10 @@ def _header(record: Record) -> dict[str, Any]:
     }
 
 
+_DAMAGE = (pa.lib.ArrowException, OSError, UnicodeDecodeError)
+"""What Arrow raises for a file that was written whole and has changed since: names and texts no longer UTF-8, too."""
+
+
 def schema_of(kind: str) -> pa.Schema:
     """Columns of the archive's files of a kind."""
     return _TOKEN_SCHEMAS.get(kind, TEXT_SCHEMA)
@@ -246,10 +250,17 @@ def check(run_dir: Path, kind: str) -> None:
             try:
                 table.validate(full=True)
                 missing = set(schema_of(kind).names) - set(table.schema.names)
-            except (pa.lib.ArrowException, UnicodeDecodeError) as error:
+                other = [
+                    field.name
+                    for field in schema_of(kind)
+                    if field.name not in missing and table.schema.field(field.name).type != field.type
+                ]
+            except _DAMAGE as error:
                 raise _damaged(file, error) from error
             if missing:
                 raise _damaged(file, f"no column {', '.join(sorted(missing))}")
+            if other:
+                raise _damaged(file, f"the type of column {', '.join(other)} is not the archive's")
 
 
 def _folders(archive: Path, kind: str) -> list[Path]:
@@ -276,7 +287,7 @@ def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
     """BadInput if it is damaged: it was written whole."""
     try:
         return _read_whole(file, columns)
-    except (pa.lib.ArrowException, OSError) as error:
+    except _DAMAGE as error:
         raise _damaged(file, error) from error
 
 
