@@ -19,7 +19,9 @@ from pathlib import Path
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
-from pipelines.report import tally_of
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pipelines.runs import SUMMARY
 from workers.taps import archive
 
@@ -78,9 +80,13 @@ def accuracy_by_version(run_dir: Path) -> dict[int, float]:
 
 
 def minutes_by_version(run_dir: Path) -> dict[int, float]:
-    """When each version was announced; version 0, which everything waits for, at 0."""
-    began = tally_of(run_dir).first_issue_us
-    assert began is not None, f"{run_dir}: a run that has ended has issued no request"
+    """When each version was announced, since the first request was queued (both by the wall clock; the journal's own
+    time is another); version 0, which everything waits for, at 0."""
+    queued = [
+        pc.min(table.column("queued_at"))
+        for _, _, table in archive.files(run_dir, "trajectories", ("queued_at", "offset"))
+    ]
+    began = min(at.cast(pa.int64()).as_py() for at in queued)
     words = [json.loads(text) for text in archive.read(run_dir, "weights").column("value").to_pylist()]
     return {word["version"]: max(0.0, (word["created_at"] - began) / 60e6) for word in words}
 

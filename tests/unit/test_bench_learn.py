@@ -13,6 +13,9 @@ from pipelines.bench import learn, learn_curves
 from pipelines.cli import app
 from pipelines.config_file import read_settings
 from pipelines.report import write
+from schemas import messages as m
+from tests.unit.report_run import text_file, token_file
+from tests.unit.reward_rows import a_row
 from tests.unit.small_run import write_run
 
 VERSIONS = 13
@@ -87,6 +90,16 @@ def test_what_is_there_is_read_tabled_and_drawn(tmp_path: Path) -> None:
     svg = (tmp_path / learn.PLOT).read_text()
     assert svg.count("<polyline") == 4
     assert len(re.findall("<svg", svg)) == 3
+
+
+def test_minutes_are_since_the_first_request_by_the_wall_clock(tmp_path: Path) -> None:
+    first = 1_790_000_000 * 1_000_000
+    token_file(tmp_path, "trajectories", [a_row(0, 0) | {"queued_at": first + late} for late in (5, 0, 9)])
+    announced = {0: first - 60_000_000, 1: first + 90_000_000}
+    record = {"run": "r", "step": None, "groups": (), "trajectories": 0, "location": "", "manifest_sha256": "0"}
+    words = [m.WeightsRecord(version=v, fingerprint="f", created_at=at, **record) for v, at in announced.items()]
+    text_file(tmp_path, "weights", words)
+    assert learn_curves.minutes_by_version(tmp_path) == {0: 0.0, 1: 1.5}
 
 
 @pytest.mark.parametrize(
