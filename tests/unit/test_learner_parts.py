@@ -1,5 +1,6 @@
 """The learner's own tensor functions against the same formulas in torch's operations, values and gradients."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from workers.trainer.learners.fast_layers import GatedSilu, RMSNorm
 from workers.trainer.learners.token_logprobs import ROWS, logprobs_and_entropy
-from workers.trainer.learners.tree_attention import Shape, shapes_of
+from workers.trainer.learners.tree_attention import Shape, TreeAttention, near_in_length, shapes_of
 
 CONFIG = SimpleNamespace(
     layernorm_zero_centered_gamma=False,
@@ -92,3 +93,53 @@ def test_a_rows_shape_is_read_tree_by_tree() -> None:
     assert shapes == (Shape(3, (5, 6)), Shape(9, ()), Shape(4, (5,)))
     assert [shape.tokens for shape in shapes] == [14, 9, 9]
     assert shapes[1].kind == shapes[2].kind != shapes[0].kind
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+PROMPT, RESPONSES = 5, (3, 1, 40, 90, 2, 37)
+TOKENS = PROMPT + sum(RESPONSES)
+
+
+def _tree_attention() -> TreeAttention:
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, num_attention_heads=4, num_query_groups=2)
+    return TreeAttention(config, 1)
+
+
+def _plain_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Softmax over what a token may see: its prompt and its own response so far."""
+    of = torch.cat([torch.full((n,), place) for place, n in enumerate((PROMPT, *RESPONSES))])
+    sees = ((of[:, None] == of) | (of == 0)) & torch.ones(TOKENS, TOKENS).tril().bool()
+    wide_k, wide_v = (x.squeeze(1).repeat_interleave(2, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.squeeze(1), wide_k) / math.sqrt(q.size(-1))
+    seen = scores.masked_fill(~sees, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", seen, wide_v).reshape(TOKENS, 1, -1)
+
+
+def test_a_ragged_tree_is_attended_as_by_a_mask_of_the_whole_row() -> None:
+    shape = torch.tensor([PROMPT, len(RESPONSES), *RESPONSES])
+    attention = _tree_attention()
+    given = [_random(TOKENS, 1, heads, 8, seed=heads) for heads in (4, 2)] + [_random(TOKENS, 1, 2, 8, seed=9)]
+    ours, plain = _both(lambda q, k, v: attention(q, k, v, shape), _plain_tree, *given)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_no_part_of_a_tree_is_written_into_a_larger_tensor() -> None:
+    """Its backward pass would copy the gradient of all for each part."""
+    shape = torch.tensor([PROMPT, len(RESPONSES), *RESPONSES])
+    q, k, v = (_random(TOKENS, 1, heads, 8).requires_grad_() for heads in (4, 2, 2))
+    waiting, seen = [_tree_attention()(q, k, v, shape).grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    names = [node.name() for node in seen]
+    assert "SplitWithSizesBackward0" in names
+    assert not [name for name in names if "CopySlices" in name or "SliceBackward" in name]
+
+
+def test_responses_of_a_batch_are_near_in_length_and_none_is_left_out() -> None:
+    assert near_in_length(RESPONSES) == [[3], [2, 5], [0, 4, 1]]
+    assert near_in_length((400, 12, 310, 299)) == [[0, 2], [3], [1]]
+    assert near_in_length((16, 16, 1)) == [[0, 1, 2]]

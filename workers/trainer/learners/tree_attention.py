@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,25 @@ def shapes_of(row: Sequence[int]) -> tuple[Shape, ...]:
         shapes.append(Shape(prompt, tuple(row[place + 2 : place + 2 + count])))
         place += 2 + count
     return tuple(shapes)
+
+
+def near_in_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Places of responses, longest first, in batches within which little is padding: a quarter of the longest, or 16
+    tokens, where one more call would cost more than they do."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and longest - lengths[place] <= max(16, longest // 4):
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def _stacked(tails: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
+    """[B, longest, heads, D]. Each is filled up by itself: writing into parts of one tensor (`pad_sequence`) copies all
+    of its gradient once per part."""
+    return torch.stack([F.pad(tail, (0, 0, 0, 0, 0, longest - tail.size(0))) for tail in tails])
 
 
 class Rotary:
@@ -123,19 +141,31 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]
         return torch.cat(grown) if count > 1 else grown[0]
 
     def _tree(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """One tree, [tokens, heads, D]. Inside, responses are padded on the right, which a causal row never sees."""
-        prompt, lengths = shape.prompt, list(shape.responses)
-        (trunk_q, *tails_q), (trunk_k, *tails_k), (trunk_v, *tails_v) = (x.split([prompt, *lengths]) for x in (q, k, v))
-        trunk = self._attend(trunk_q[None], trunk_k[None], trunk_v[None], None)[0]
-        padded_q, padded_k, padded_v = (pad_sequence(tails, batch_first=True) for tails in (tails_q, tails_k, tails_v))
-        count, longest = padded_q.shape[:2]
-        whole_k, whole_v = (
-            torch.cat([x.expand(count, -1, -1, -1), tail], dim=1)
-            for x, tail in ((trunk_k, padded_k), (trunk_v, padded_v))
+        """One tree, [tokens, heads, D]."""
+        (trunk_q, *tails_q), (trunk_k, *tails_k), (trunk_v, *tails_v) = (
+            x.split([shape.prompt, *shape.responses]) for x in (q, k, v)
         )
-        sees = torch.ones(longest, prompt + longest, dtype=torch.bool, device=q.device).tril(prompt)
-        branches = self._attend(padded_q, whole_k, whole_v, sees)
-        return torch.cat([trunk, *(branch[:length] for branch, length in zip(branches, lengths, strict=True))])
+        trunk = self._attend(trunk_q[None], trunk_k[None], trunk_v[None], None)[0]
+        found: dict[int, torch.Tensor] = {}
+        for places in near_in_length(shape.responses):
+            held_q, held_k, held_v = ([tails[place] for place in places] for tails in (tails_q, tails_k, tails_v))
+            found |= zip(places, self._branches(held_q, (trunk_k, *held_k), (trunk_v, *held_v)), strict=True)
+        return torch.cat([trunk, *(found[place] for place in range(len(shape.responses)))])
+
+    def _branches(
+        self, tails_q: list[torch.Tensor], k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Responses of about one length; `k` and `v` begin with the trunk's. Padded on the right, which a causal row
+        never sees."""
+        lengths = [tail.size(0) for tail in tails_q]
+        count, longest, prompt = len(lengths), max(lengths), k[0].size(0)
+        whole_k, whole_v = (
+            torch.cat([x[0].expand(count, -1, -1, -1), _stacked(x[1:], longest)], dim=1) for x in (k, v)
+        )
+        sees = torch.ones(longest, prompt + longest, dtype=torch.bool, device=k[0].device).tril(prompt)
+        rows = self._attend(_stacked(tails_q, longest), whole_k, whole_v, sees).flatten(0, 1)
+        sizes = [size for length in lengths for size in (length, longest - length)]
+        return list(rows.split(sizes)[::2])
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor | None) -> torch.Tensor:
         """[B, tokens, heads, D] -> the same shape."""
