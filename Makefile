@@ -12,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
-PYTEST := $(BIN)/python -m pytest -q -n 2
+# A file stays on one worker: engines that its tests share start once.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help run test test-full soak bench lint fmt lock clean
 .DELETE_ON_ERROR:

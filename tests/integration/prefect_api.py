@@ -108,6 +108,15 @@ class Ui:
         wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
         return [(one["name"], one["state"]["type"]) for one in self.ask("/task_runs/filter", wanted)]
 
+    def wait_events(self, name: str, run: str, count: int, limit_s: float) -> list[dict[str, Any]]:
+        """Payloads of this run's events of a name, oldest first, once there are so many: the server writes them down
+        every few seconds. AssertionError after `limit_s`."""
+        limit = clock.monotonic_s() + limit_s
+        while len(found := self.events(name, run)) < count:
+            assert clock.monotonic_s() < limit, f"after {limit_s} s there are {len(found)} events {name}: {found}"
+            threading.Event().wait(0.3)
+        return found
+
     def events(self, name: str, run: str) -> list[dict[str, Any]]:
         """Payloads of this run's events of a name, oldest first."""
         wanted = {"filter": {"event": {"name": [name]}, "resource": {"id": [f"dora.run.{run}"]}}, "limit": 50}

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from kafka import TopicPartition
@@ -117,4 +118,41 @@ def test_a_reader_that_comes_too_late_for_a_topic_hears_so_at_once(broker_addres
     with pytest.raises(BusUnavailable):
         bus._offsets([TopicPartition("dora.deleted.before", 0)], OffsetSpec.EARLIEST)
     assert clock.monotonic_s() - begun < 30.0
+    bus.close()
+
+
+def test_a_topic_without_its_leader_is_not_taken_for_one_that_is_gone(
+    broker_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a broker comes back its topics have no leader: a reader was at its end with records unread, and the
+    archive stopped reading the topic and later read the same records again, before."""
+    bus = KafkaBus(broker_address, {}, 1, 30.0)
+    name = "dora.leaderless.a"
+    bus.make_topics([TopicSpec(name, 1)])
+    producer, reader = bus.producer(), bus.reader()
+    reader.add(name, 0, "earliest")
+    producer.send(name, b"x", {})
+    producer.flush(10)
+    true, answers = bus._admin.describe_topics, 0
+
+    def leaderless(topics: list[str] | None) -> list[dict[str, Any]]:
+        nonlocal answers
+        answers += 1
+        found: list[dict[str, Any]] = true(topics)
+        for part in [part for topic in found for part in topic["partitions"]]:
+            part["leader_id"] = part["leader_id"] if answers > 3 else -1
+        return found
+
+    monkeypatch.setattr(bus._admin, "describe_topics", leaderless)
+    assert bus.topics(name) == {name: 1}
+    assert not reader.at_end()
+    assert answers > 3
+    assert [record.value for record in reader.poll(10_000)] == [b"x"]
+    answers = -(10**9)
+    monkeypatch.setattr(bus, "timeout_s", 0.2)
+    with pytest.raises(BusUnavailable, match=f"waited 0.2 s for a leader of {name}"):
+        bus.end_offsets(name)
+    monkeypatch.undo()
+    reader.close()
+    producer.close()
     bus.close()

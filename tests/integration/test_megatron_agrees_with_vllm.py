@@ -42,7 +42,7 @@ def as_samples(answers: list[Answer], temperature: float) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("model", ["builtin:tiny", "builtin:smollm2"])
+@pytest.mark.parametrize("model", ["builtin:tiny", pytest.param("builtin:smollm2", marks=pytest.mark.full)])
 def test_first_and_all_tokens_have_one_log_prob_in_engine_and_trainer(model: str, host: Host, tmp_path: Path) -> None:
     folder = resolve_model(model, MODELS_FOLDER if model == "builtin:smollm2" else tmp_path)
     prompts = [[5, 17, 301, 44], [9] * 11, list(range(40, 61))]

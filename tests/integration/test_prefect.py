@@ -135,7 +135,8 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
     assert shown["progress"] == 100.0
     assert {"window", "engine 0"} <= {row["what"] for row in json.loads(shown["table"])}
     assert shown["markdown"].count("data:image/svg+xml;base64,") == 4
-    assert [said["step"] for said in house.ui.events("dora.step.trained", tmp_path.name)][-20:] == list(range(20))
+    told = house.ui.wait_events("dora.step.trained", tmp_path.name, 20, 30.0)
+    assert [said["step"] for said in told] == list(range(20))
     lines = house.ui.lines(flow_run)
     assert any(line.startswith("suspended: ") for line in lines)
     assert "step 20/20" in lines[-2]

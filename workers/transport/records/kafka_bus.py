@@ -235,16 +235,21 @@ class KafkaBus:
         return any(topic["error_code"] == _MISSING for topic in self._ask(lambda: self._admin.describe_topics(topics)))
 
     def _counts(self, names: Iterable[str] | None) -> dict[str, int]:
-        """Partitions of those topics (None = of all) that exist and have their leaders."""
+        """Partitions of those topics (None = of all) that exist. Those that are named may be used at once: one that has
+        no leader just now (a broker that was killed comes back) is waited for, never taken for one that is gone."""
         asked = None if names is None else list(names)
         if asked == []:
             return {}
-        said = self._ask(lambda: self._admin.describe_topics(asked))
-        return {
-            topic["name"]: len(topic["partitions"])
-            for topic in said
-            if not topic["error_code"] and all(part["leader_id"] >= 0 for part in topic["partitions"])
-        }
+        limit = clock.monotonic_s() + self.timeout_s
+        while True:
+            said = [topic for topic in self._ask(lambda: self._admin.describe_topics(asked)) if not topic["error_code"]]
+            leaderless = [t["name"] for t in said if any(part["leader_id"] < 0 for part in t["partitions"])]
+            if asked is None or not leaderless:
+                return {topic["name"]: len(topic["partitions"]) for topic in said}
+            if clock.monotonic_s() > limit:
+                late = f"waited {self.timeout_s} s for a leader of {', '.join(leaderless)}"
+                raise BusUnavailable(f"Kafka at {self.address}: {late}")
+            threading.Event().wait(_PAUSE_S)
 
     def _count(self, topic: str) -> int:
         count = self._counts([topic]).get(topic)
