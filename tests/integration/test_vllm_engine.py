@@ -91,6 +91,31 @@ def test_a_swapped_engine_answers_as_a_cold_one_on_strongly_changed_weights(pair
     assert difference(new, old) > 0.1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_twenty_swaps_later_an_engine_still_answers_as_a_cold_one(pair: Pair) -> None:
+    """Every second swap is to what the cold engine serves; half of these are prepared beside requests, half are not."""
+    cold, away, first = run_all(pair.cold, requests_of(1)), [], None
+    for swap in range(20):
+        version = swap % 2
+        if swap % 4 >= 2:
+            busy = requests_of(1 - version, attempt=1, max_new_tokens=400)
+            for one in busy:
+                pair.swapped.add(one)
+            while not pair.swapped.prepare(pair.weights[version]):
+                pair.swapped.step()
+            pair.swapped.stop(tuple(one.key for one in busy))
+        pair.swapped.load(pair.weights[version])
+        found = run_all(pair.swapped, requests_of(version))
+        if version:
+            away.append(difference(found, cold))
+        else:
+            first = first or found
+            assert difference(found, first) == 0.0, f"swap {swap + 1}: the same version as before"
+    print(f"largest difference of log-probs after each swap to version 1: {away}")
+    assert max(away) <= TOLERANCE[pair.dtype]
+
+
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_after_each_swap_the_served_fingerprint_is_the_new_one_of_the_manifest(pair: Pair) -> None:
     """C02: also where the embeddings are tied."""
