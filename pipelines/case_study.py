@@ -8,7 +8,6 @@ Rule 2: lengths are response tokens, variances those of a group's rewards (popul
 time in which an engine had nothing to run.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, pvariance
 from typing import Any
 
+from pipelines import archived
 from pipelines.pictures import grid
 from workers.taps import archive
 
@@ -46,9 +46,10 @@ class Group:
         return STRATA[1 + min(3, int(-(-self.passed * 4 // 1)) - 1)]
 
 
-def case_study(run_dir: Path) -> dict[str, Any]:
-    """All tables as plain rows; empty ones where the archive has nothing of it."""
-    return tables(trained_groups(run_dir)) | {"bubble": bubbles(run_dir)}
+def case_study(run_dir: Path, damage: list[str]) -> dict[str, Any]:
+    """All tables as plain rows; empty ones where the archive has nothing of it. `damage` hears of what could not be
+    read."""
+    return tables(trained_groups(run_dir, damage)) | {"bubble": bubbles(run_dir, damage)}
 
 
 def tables(groups: Sequence[Group]) -> dict[str, list[dict[str, Any]]]:
@@ -83,17 +84,16 @@ def _by(groups: Iterable[Group], key: Any) -> dict[Any, list[Group]]:
     return found
 
 
-def trained_groups(run_dir: Path) -> list[Group]:
+def trained_groups(run_dir: Path, damage: list[str]) -> list[Group]:
     """In the order of training; members without a reward are left out, and groups without members."""
     rows: dict[tuple[int, int, int], tuple[int, float, float]] = {}
-    for _, _, table in archive.files(run_dir, "trajectories", COLUMNS):
+    for _, _, table in archive.files(run_dir, "trajectories", COLUMNS, damage):
         columns = (table.column(name).to_pylist() for name in COLUMNS[:-1])
         for group, index, attempt, ids, reward, outcome in zip(*columns, strict=True):
             if reward is not None:
                 rows[group, index, attempt] = (len(ids), reward, outcome)
     groups = []
-    for text in archive.read(run_dir, "batches").column("value").to_pylist():
-        batch = json.loads(text)
+    for batch in archived.messages(run_dir, "batches", damage):
         members = defaultdict(list)
         for member in batch["members"]:
             row = rows.get((member["group"], member["index"], member["attempt"]))
@@ -105,11 +105,10 @@ def trained_groups(run_dir: Path) -> list[Group]:
     return groups
 
 
-def bubbles(run_dir: Path) -> list[dict[str, Any]]:
+def bubbles(run_dir: Path, damage: list[str]) -> list[dict[str, Any]]:
     """By engine, from the last heartbeat of each incarnation."""
-    last: dict[tuple[int, int], Mapping[str, Any]] = {}
-    for text in archive.read(run_dir, "status").column("value").to_pylist():
-        word = json.loads(text)
+    last: dict[tuple[int, int], dict[str, Any]] = {}
+    for word in archived.messages(run_dir, "status", damage):
         if word["kind"] == "heartbeat":
             last[word["engine"], word["incarnation"]] = word
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -158,21 +158,23 @@ def report(
 ) -> None:
     """What a run did, from its archive: the summary, and whether stale groups were worse or only others."""
     with _faults():
-        from pipelines import case_study
+        from pipelines import archived, case_study
         from pipelines import report as reports
         from pipelines.config_file import read_resolved
         from pipelines.runs import find_run
 
-        folder = find_run(run, runs_dir)
+        folder, damage = find_run(run, runs_dir), list[str]()
         if html is not None:
             from pipelines.report_page import page
 
-            page.write(read_resolved(folder), folder, html)
-        made, study = reports.summarise(read_resolved(folder), folder), case_study.case_study(folder)
+            page.write(read_resolved(folder), folder, html, damage)
+        made = reports.summarise(read_resolved(folder), folder, damage)
+        study = case_study.case_study(folder, damage)
         if as_json:
             print(json.dumps({"summary": made.model_dump(mode="json"), "case_study": study}))
         else:
             print(f"{reports.as_text(made)}\n{case_study.as_text(study)}")
+        archived.complain(damage)
 
 
 @app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')

@@ -5,7 +5,6 @@ duplicates; of several attempts of one sample that were scored, one counts as ge
 Rule 2: held-out rows are in `reward.heldout_*` and nowhere else.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines import pictures
+from pipelines import archived, pictures
 from pipelines.children import write_whole
 from pipelines.runs import SUMMARY
 from pipelines.tally import Tally
@@ -47,18 +46,20 @@ class _Rows:
 
 
 def write(settings: Settings, run_dir: Path) -> s.Summary:
-    """Both files; returns the summary."""
-    made = summarise(settings, run_dir)
+    """Both files; returns the summary. Of a damaged archive they hold what can be read; `dora report` says of what
+    cannot."""
+    damage: list[str] = []
+    made = summarise(settings, run_dir, damage)
     write_whole(run_dir / SUMMARY, made.model_dump_json(indent=2) + "\n")
-    _write_metrics(run_dir)
+    _write_metrics(run_dir, damage)
     return made
 
 
-def summarise(settings: Settings, run_dir: Path) -> s.Summary:
-    """The summary of what the archive says."""
-    tally = tally_of(run_dir)
-    rows = _rows(run_dir)
-    metrics = texts(run_dir, "metrics")
+def summarise(settings: Settings, run_dir: Path, damage: list[str]) -> s.Summary:
+    """The summary of what the archive says; `damage` hears of what could not be read."""
+    tally = tally_of(run_dir, damage)
+    rows = _rows(run_dir, damage)
+    metrics = list(archived.messages(run_dir, "metrics", damage))
     members = [member for step in sorted(tally.trained_steps) for member in tally.members.get(step, [])]
     places = [(member["partition"], member["offset"], member["row"]) for member in members]
     generated = sum(rows.tokens.values())
@@ -86,7 +87,7 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
         versions=s.Versions(published=len(tally.fingerprints), hosted_max=tally.hosted_max),
         migrations=_migrations(tally),
         time_share=_time_share(tally, metrics),
-        reward=_reward(tally, rows, run_dir),
+        reward=_reward(tally, rows, evaluate.heldout(run_dir, damage)),
         weights=s.WeightsSummary(
             fingerprint_first=tally.fingerprints.get(0, ""),
             fingerprint_last=tally.fingerprints[max(tally.fingerprints)] if tally.fingerprints else "",
@@ -98,22 +99,16 @@ def summarise(settings: Settings, run_dir: Path) -> s.Summary:
     )
 
 
-def tally_of(run_dir: Path) -> Tally:
+def tally_of(run_dir: Path, damage: list[str]) -> Tally:
     """The fold of the archived journal."""
     tally = Tally()
-    for record in texts(run_dir, "journal"):
+    for record in archived.messages(run_dir, "journal", damage):
         tally.take(record)
     return tally
 
 
-def texts(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """What was said there, but for JSON of strangers."""
-    said = [json.loads(value) for value in archive.read(run_dir, kind).column("value").to_pylist()]
-    return [value for value in said if isinstance(value, dict) and "run" in value]
-
-
-def _rows(run_dir: Path) -> _Rows:
-    table = archive.read(run_dir, "trajectories")
+def _rows(run_dir: Path, damage: list[str]) -> _Rows:
+    table = archive.read(run_dir, "trajectories", damage)
     names = ("group", "index", "attempt", "partition", "offset", "reward")
     columns = [table.column(name).to_pylist() for name in names]
     lengths = pc.list_value_length(table.column("response_ids")).to_pylist()
@@ -172,7 +167,7 @@ def _added_up(counter: list[float]) -> float:
     return sum(ends) + (counter[-1] if counter else 0.0)
 
 
-def _reward(tally: Tally, rows: _Rows, run_dir: Path) -> s.RewardSummary:
+def _reward(tally: Tally, rows: _Rows, heldout: dict[int, dict[str, evaluate.Accuracy]]) -> s.RewardSummary:
     steps = sorted(tally.trained_steps & tally.members.keys())
 
     def mean(step: int) -> float | None:
@@ -180,7 +175,6 @@ def _reward(tally: Tally, rows: _Rows, run_dir: Path) -> s.RewardSummary:
         found = [reward for place in places if (reward := rows.reward_at.get(place)) is not None]
         return round(sum(found) / len(found), 4) if found else None
 
-    heldout = evaluate.heldout(run_dir)
     before = heldout[min(heldout)] if heldout else {}
     after = heldout[max(heldout)] if len(heldout) > 1 else {}
 
@@ -198,10 +192,10 @@ def _reward(tally: Tally, rows: _Rows, run_dir: Path) -> s.RewardSummary:
     )
 
 
-def _write_metrics(run_dir: Path) -> None:
+def _write_metrics(run_dir: Path, damage: list[str]) -> None:
     points = [
         {"at": point["at"], "source": point["source"], "step": point["step"], "name": name, "value": value}
-        for point in texts(run_dir, "metrics")
+        for point in archived.messages(run_dir, "metrics", damage)
         for name, value in point["values"].items()
     ]
     unfinished = run_dir / f"{METRICS}.tmp"

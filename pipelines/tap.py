@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipelines import children, tap_columns, tap_positions, tap_source
+from pipelines.archived import complain
 from pipelines.config_file import read_resolved
 from pipelines.runs import find_run
 from pipelines.tap_positions import BEGINNING, Place, Positions
@@ -65,7 +66,8 @@ def tap(
     limit: int | None = None,
     runs_dir: str | Path = "runs",
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of a topic of a run (a folder, or a name under `runs_dir`). BadInput, BusUnavailable.
+    """Batches of a topic of a run (a folder, or a name under `runs_dir`). BadInput (of a damaged archive after all that
+    can be read), BusUnavailable.
 
     `follow` goes on until the run ends; `since` is a duration (10m), a time, a position, `beginning` or `now`; `where`
     an SQL condition on the columns; `decode` adds `prompt_text` and `response_text`."""
@@ -73,6 +75,7 @@ def tap(
     for part in stream.parts():
         if part.batch.num_rows:
             yield part.batch
+    complain(stream.source.damage)
 
 
 class Stream:
@@ -160,27 +163,32 @@ def known_topic(topic: str) -> str:
     raise BadInput(f"topic {topic!r} is not known: {hint}There are {', '.join(KINDS)}")
 
 
-def table_of(run_dir: Path, topic: str, ask: Ask) -> pa.Table:
-    """All rows of now."""
+def table_of(run_dir: Path, topic: str, ask: Ask, damage: list[str]) -> pa.Table:
+    """All rows of now; `damage` hears of what could not be read."""
     stream = Stream(run_dir, Ask(topic, False, ask.since, ask.where, ask.decode, ask.limit))
-    return pa.Table.from_batches([part.batch for part in stream.parts()], schema=stream.schema)
+    table = pa.Table.from_batches([part.batch for part in stream.parts()], schema=stream.schema)
+    damage += stream.source.damage
+    return table
 
 
-def topics_of(run_dir: Path, open_bus: OpenBus = tap_source.kafka) -> list[Mapping[str, object]]:
-    """Every kind of topic with the rows that it has now and what it is. One connection for all. BusUnavailable."""
+def topics_of(run_dir: Path, damage: list[str], open_bus: OpenBus = tap_source.kafka) -> list[Mapping[str, object]]:
+    """Every kind of topic with the rows that it has now and what it is; `damage` hears of what could not be read. One
+    connection for all. BusUnavailable."""
     broker = (children.read_lock(run_dir) or {}).get("broker") if children.is_live(run_dir) else None
     if broker is None:
-        return [_topic(run_dir, kind, open_bus) for kind in KINDS]
+        return [_topic(run_dir, kind, open_bus, damage) for kind in KINDS]
     with open_bus(read_resolved(run_dir), broker) as bus:
-        return [_topic(run_dir, kind, lambda *_: nullcontext(bus)) for kind in KINDS]
+        return [_topic(run_dir, kind, lambda *_: nullcontext(bus), damage) for kind in KINDS]
 
 
-def _topic(run_dir: Path, kind: str, open_bus: OpenBus) -> Mapping[str, object]:
+def _topic(run_dir: Path, kind: str, open_bus: OpenBus, damage: list[str]) -> Mapping[str, object]:
     source = Source(run_dir, kind, tap_positions.since(kind, BEGINNING), open_bus=open_bus)
     try:
         rows = source.count()
     except BusUnavailable:
         if children.is_live(run_dir):
             raise
-        rows = Source(run_dir, kind, tap_positions.since(kind, BEGINNING)).count()  # it ended meanwhile
+        source = Source(run_dir, kind, tap_positions.since(kind, BEGINNING))
+        rows = source.count()  # it ended meanwhile
+    damage += source.damage
     return {"topic": kind, "rows": rows, "what": tap_columns.WHAT[kind]}

@@ -110,8 +110,16 @@ def typed(kind: str, table: pa.Table) -> pa.Table:
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
+    found = _value(text)
     return found if isinstance(found, dict) else {}
+
+
+def _value(text: str) -> Any:
+    """What the JSON says; the text itself if it is none (the archive had JSON only: it was damaged since)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _column(values: Sequence[Any], type_: pa.DataType) -> pa.Array:
@@ -141,5 +149,5 @@ def to_rows(kind: str, batch: pa.RecordBatch) -> list[dict[str, Any]]:
     kept = kept.set_column(place, "timestamp", kept.column("timestamp").cast(pa.int64()))
     rows: list[dict[str, Any]] = kept.to_pylist()
     for row in rows:
-        row["value"] = json.loads(row["value"])
+        row["value"] = _value(row["value"])
     return rows

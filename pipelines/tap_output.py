@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from pipelines import tap as taps
 from pipelines import tap_columns
+from pipelines.archived import complain
 from pipelines.tap import Ask, Shown, Stream
 from pipelines.tap_positions import Positions, State
 from workers.runtime import clock
@@ -39,24 +40,28 @@ class Output:
 def show(run_dir: Path, topic: str, ask: Ask, output: Output, stopping: threading.Event) -> None:
     """What the command does. BadInput, BusUnavailable."""
     if output.sql:
-        _show_sql(run_dir, topic, ask, output, stopping)
+        damage = _show_sql(run_dir, topic, ask, output, stopping)
     elif not topic:
-        _list_topics(run_dir, ask, output)
+        damage = _list_topics(run_dir, ask, output)
     else:
-        _show_rows(run_dir, replace(ask, topic=topic), output, stopping)
+        damage = _show_rows(run_dir, replace(ask, topic=topic), output, stopping)
+    complain(damage)
 
 
-def _list_topics(run_dir: Path, ask: Ask, output: Output) -> None:
+def _list_topics(run_dir: Path, ask: Ask, output: Output) -> list[str]:
+    """What of the archive could not be read; so do the others."""
     if ask != Ask() or output.arrow or output.state:
         raise BadInput("which topic? Give one after the run; `dora tap RUN` alone lists them")
-    for topic in taps.topics_of(run_dir):
+    damage: list[str] = []
+    for topic in taps.topics_of(run_dir, damage):
         print(json.dumps(topic) if output.as_json else f"{topic['topic']:<13} {topic['rows']:>9}  {topic['what']}")
+    return damage
 
 
 # --- rows -----------------------------------------------------------------------------------
 
 
-def _show_rows(run_dir: Path, ask: Ask, output: Output, stopping: threading.Event) -> None:
+def _show_rows(run_dir: Path, ask: Ask, output: Output, stopping: threading.Event) -> list[str]:
     state = None
     if output.state is not None:
         state = State(output.state, run_dir.name, taps.known_topic(ask.topic))
@@ -73,6 +78,7 @@ def _show_rows(run_dir: Path, ask: Ask, output: Output, stopping: threading.Even
         if state is not None:
             state.write(positions)
         _last_words(stream, ask, positions)
+    return stream.source.damage
 
 
 def _print_rows(stream: Stream, ask: Ask, as_json: bool, positions: Positions, state: State | None) -> None:
@@ -142,7 +148,7 @@ def _line(kind: str, row: Mapping[str, Any], as_json: bool) -> str:
 # --- SQL ------------------------------------------------------------------------------------
 
 
-def _show_sql(run_dir: Path, topic: str, ask: Ask, output: Output, stopping: threading.Event) -> None:
+def _show_sql(run_dir: Path, topic: str, ask: Ask, output: Output, stopping: threading.Event) -> list[str]:
     from pipelines.tap_sql import named_topics, query
 
     if output.state is not None:
@@ -153,13 +159,16 @@ def _show_sql(run_dir: Path, topic: str, ask: Ask, output: Output, stopping: thr
     empty = {kind: Stream(run_dir, replace(ask, topic=kind)).schema.empty_table() for kind in kinds}
     query(output.sql, empty)  # a mistake is said before anything is read
     if not ask.follow:
-        tables = {kind: taps.table_of(run_dir, kind, ask) for kind in kinds}
+        damage: list[str] = []
+        tables = {kind: taps.table_of(run_dir, kind, ask, damage) for kind in kinds}
         _print_answer(query(output.sql, tables), output)
-        return
+        return damage
     if len(kinds) > 1 or output.arrow is not None:
         raise BadInput("--sql with --follow takes one topic, and no --arrow")
-    for table in _growing(Stream(run_dir, replace(ask, topic=kinds[0]), stopping)):
+    stream = Stream(run_dir, replace(ask, topic=kinds[0]), stopping)
+    for table in _growing(stream):
         _print_answer(query(output.sql, {kinds[0]: table}), output)
+    return stream.source.damage
 
 
 def _growing(stream: Stream) -> Iterator[pa.Table]:

@@ -74,6 +74,8 @@ class Source:
         self._topics = Topics(self._settings.name)
         self.positions = since.positions.copy()
         self.unreadable: list[str] = []
+        self.damage: list[str] = []
+        """What of the archive could not be read."""
         self._settled = False
         """What the broker had at the start has been seen: topics that come later are read from their beginning."""
 
@@ -110,7 +112,7 @@ class Source:
     # --- the archive ------------------------------------------------------------------------
 
     def _archived(self, topic: str = "") -> Iterator[Piece]:
-        for name, partition, table in archive.files(self._run_dir, topic or self._kind):
+        for name, partition, table in archive.files(self._run_dir, topic or self._kind, damage=self.damage):
             start = 0
             while start < table.num_rows and not self._stopping.is_set():
                 end = _whole(table, start)
@@ -119,7 +121,7 @@ class Source:
 
     def _count_archived(self) -> int:
         """Step over what is archived; how many rows that is."""
-        files = archive.files(self._run_dir, self._kind, ("partition", "offset"))
+        files = archive.files(self._run_dir, self._kind, ("partition", "offset"), self.damage)
         pieces = [self._take((name, partition), table) for name, partition, table in files]
         return sum(piece.rows.num_rows for piece in pieces if piece is not None)
 

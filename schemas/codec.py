@@ -126,11 +126,17 @@ _OF_TOPIC: dict[str, Any] = {
 }
 
 
+def schema_of_topic(topic_kind: str) -> tuple[str, int]:
+    """Name and number of the schema of a kind of topic's records."""
+    name = _READERS[_OF_TOPIC[topic_kind]][0] if topic_kind in _OF_TOPIC else "trajectory"
+    return name, SCHEMA_NUMBERS[name]
+
+
 def headers_of_topic(topic_kind: str, identity: str | None) -> dict[str, str]:
     """Headers of a record of this kind of topic (not one of token rows) whose `id` is known, but not its headers."""
-    name, _ = _READERS[_OF_TOPIC[topic_kind]]
+    name, number = schema_of_topic(topic_kind)
     known = {} if identity is None else {"id": identity}
-    return {"schema": f"{name}/{SCHEMA_NUMBERS[name]}", **known}
+    return {"schema": f"{name}/{number}", **known}
 
 
 def decode_of_topic(topic_kind: str, value: bytes, headers: Mapping[str, str]) -> m.Message:

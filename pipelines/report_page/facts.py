@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from pipelines import case_study, environment, report
+from pipelines import archived, case_study, environment, report
 from pipelines.tally import Tally
 from pipelines.tokens import PromptTokenizer
 from schemas.settings import Settings
@@ -85,22 +85,22 @@ class Facts:
     letters: list[dict[str, Any]]
 
 
-def gather(settings: Settings, run_dir: Path) -> Facts:
-    """All of a run. BadInput if its archive is damaged."""
+def gather(settings: Settings, run_dir: Path, damage: list[str]) -> Facts:
+    """All of a run; `damage` hears of what in its archive could not be read."""
     story = Story()
-    for record in report.texts(run_dir, "journal"):
+    for record in archived.messages(run_dir, "journal", damage):
         story.take(record)
     tally = story.tally
-    points = report.texts(run_dir, "metrics")
+    points = list(archived.messages(run_dir, "metrics", damage))
     for point in points:
         tally.take_point(point)
-    lengths, best, worst = _rows(settings, run_dir)
+    lengths, best, worst = _rows(settings, run_dir, damage)
     return Facts(
         settings=settings,
-        summary=report.summarise(settings, run_dir),
-        study=case_study.case_study(run_dir),
+        summary=report.summarise(settings, run_dir, damage),
+        study=case_study.case_study(run_dir, damage),
         rewards={step: tally.rewards[step] for step in sorted(tally.rewards) if step in tally.trained_steps},
-        heldout=evaluate.heldout(run_dir),
+        heldout=evaluate.heldout(run_dir, damage),
         lags={step: tally.lag_of(step) for step in sorted(tally.trained_steps)},
         stays=story.ended(),
         published=story.published,
@@ -114,7 +114,7 @@ def gather(settings: Settings, run_dir: Path) -> Facts:
         lost=story.lost,
         voided=dict(Counter(tally.voided.values())),
         voided_last=tally.voided_last,
-        letters=report.texts(run_dir, "dead-letters"),
+        letters=list(archived.messages(run_dir, "dead-letters", damage)),
     )
 
 
@@ -161,11 +161,11 @@ def _series(points: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     return {name: dict(sorted(values.items())) for name, values in found.items()}
 
 
-def _rows(settings: Settings, run_dir: Path) -> tuple[Lengths, list[Said], list[Said]]:
+def _rows(settings: Settings, run_dir: Path, damage: list[str]) -> tuple[Lengths, list[Said], list[Said]]:
     lengths = Lengths()
     seen: set[tuple[int, int]] = set()
     ranked: list[tuple[float, int, int, int, str, int]] = []
-    for row in _scored(run_dir):
+    for row in _scored(run_dir, damage):
         group, index, version, reward, finish, tokens = row
         if (group, index) in seen:
             continue
@@ -176,18 +176,18 @@ def _rows(settings: Settings, run_dir: Path) -> tuple[Lengths, list[Said], list[
         ranked.append((reward, version, group, index, finish, tokens))
     best = sorted(ranked, key=lambda r: (-r[0], -r[1], r[2], r[3]))[:SHOWN_MAX]
     worst = sorted(ranked, key=lambda r: (r[0], -r[1], r[2], r[3]))[:SHOWN_MAX]
-    texts = _texts(settings, run_dir, {(r[2], r[3]) for r in [*best, *worst]})
+    texts = _texts(settings, run_dir, {(r[2], r[3]) for r in [*best, *worst]}, damage)
 
     def said(row: tuple[float, int, int, int, str, int]) -> Said:
         reward, version, group, index, finish, tokens = row
-        return Said(group, index, version, reward, finish, tokens, *texts[group, index])
+        return Said(group, index, version, reward, finish, tokens, *texts.get((group, index), ("", "")))
 
     return lengths, [said(row) for row in best], [said(row) for row in worst]
 
 
-def _scored(run_dir: Path) -> Iterator[tuple[int, int, int, float, str, int]]:
+def _scored(run_dir: Path, damage: list[str]) -> Iterator[tuple[int, int, int, float, str, int]]:
     """(group, index, version, reward, finish_reason, tokens) of training rows with a verdict."""
-    for _, _, table in archive.files(run_dir, "trajectories", _COLUMNS):
+    for _, _, table in archive.files(run_dir, "trajectories", _COLUMNS, damage):
         columns = [table.column(name).to_pylist() for name in _COLUMNS[:5]]
         tokens = pc.list_value_length(table.column("response_ids")).to_pylist()
         for group, index, version, reward, finish, count in zip(*columns, tokens, strict=True):
@@ -195,7 +195,9 @@ def _scored(run_dir: Path) -> Iterator[tuple[int, int, int, float, str, int]]:
                 yield group, index, version, reward, finish, count
 
 
-def _texts(settings: Settings, run_dir: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
+def _texts(
+    settings: Settings, run_dir: Path, wanted: set[tuple[int, int]], damage: list[str]
+) -> dict[tuple[int, int], tuple[str, str]]:
     """Prompt and response; where the model's tokenizer is gone their token ids."""
     try:
         text = PromptTokenizer(Path(settings.model)).text
@@ -203,7 +205,7 @@ def _texts(settings: Settings, run_dir: Path, wanted: set[tuple[int, int]]) -> d
         text = _ids
     names = ("group", "index", "reward", "prompt_ids", "response_ids", "offset")
     found: dict[tuple[int, int], tuple[str, str]] = {}
-    for _, _, table in archive.files(run_dir, "trajectories", names) if wanted else ():
+    for _, _, table in archive.files(run_dir, "trajectories", names, damage) if wanted else ():
         keys = zip(*(table.column(name).to_pylist() for name in names[:3]), strict=True)
         for place, (group, index, reward) in enumerate(keys):
             if (group, index) in wanted and (group, index) not in found and reward is not None:

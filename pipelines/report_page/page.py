@@ -56,9 +56,9 @@ pre { background: var(--card); border: 1px solid var(--rule); border-radius: 6px
 _DASHES = ("none", "7 4", "2 3", "9 3 2 3", "12 3")
 
 
-def write(settings: Settings, run_dir: Path, file: Path) -> None:
-    """The page of this run. BadInput if its archive is damaged or the file cannot be written."""
-    text = page(gather(settings, run_dir))
+def write(settings: Settings, run_dir: Path, file: Path, damage: list[str]) -> None:
+    """The page of this run; `damage` hears of what could not be read. BadInput if the file cannot be written."""
+    text = page(gather(settings, run_dir, damage))
     try:
         write_whole(file, text)
     except OSError as error:

@@ -49,7 +49,7 @@ def test_more_than_three_quarters_is_a_stratum_of_its_own() -> None:
 
 def test_a_run_is_reported_from_its_archive(tmp_path: Path) -> None:
     write_run(tmp_path)
-    assert [group.lag for group in trained_groups(tmp_path)] == [0, 0, 1, 0, 1]
+    assert [group.lag for group in trained_groups(tmp_path, [])] == [0, 0, 1, 0, 1]
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
@@ -57,7 +57,7 @@ def test_a_run_is_reported_from_its_archive(tmp_path: Path) -> None:
     assert [row["groups"] for row in said["case_study"]["by_lag"]] == [3, 2]
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert "trained groups by lag:" in done.stdout
-    assert as_text(case_study(tmp_path)) in done.stdout
+    assert as_text(case_study(tmp_path, [])) in done.stdout
 
 
 def test_a_run_that_is_not_there_is_exit_code_2(tmp_path: Path) -> None:

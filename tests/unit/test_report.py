@@ -29,7 +29,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_every_group_and_token_is_counted_once(run_dir: Path, settings: Settings) -> None:
-    made = report.summarise(settings, run_dir)
+    made = report.summarise(settings, run_dir, [])
     assert made.steps == 2
     assert made.groups.model_dump() == {"opened": 4, "trained": 2, "voided": {"failed": 1}, "live": 1}
     assert made.trajectories.model_dump() == {"generated": 4, "trained": 4, "duplicates_ignored": 1}
@@ -45,14 +45,14 @@ def test_every_group_and_token_is_counted_once(run_dir: Path, settings: Settings
 
 
 def test_rewards_are_of_the_trained_rows_and_held_out_ones_apart(run_dir: Path, settings: Settings) -> None:
-    reward = report.summarise(settings, run_dir).reward
+    reward = report.summarise(settings, run_dir, []).reward
     assert (reward.first, reward.last) == (0.5, 1.0)
     assert (reward.heldout_before, reward.heldout_after) == (0.5, 1.0)
     assert (reward.unseen_before, reward.unseen_after) == (1.0, 1.0)
 
 
 def test_time_shares_add_up_all_incarnations_and_counters_that_began_again(run_dir: Path, settings: Settings) -> None:
-    share = report.summarise(settings, run_dir).time_share
+    share = report.summarise(settings, run_dir, []).time_share
     assert (share.decode, share.idle, share.prefill) == (0.5, 0.5, 0.0)
     assert share.blocked_by_oldest == round(2.4 / 12, 4)
     assert share.decide == round(0.6 / 12, 4)
@@ -69,7 +69,7 @@ def test_the_files_are_written_and_read_back(run_dir: Path, settings: Settings) 
 
 
 def test_a_run_that_never_started_has_a_summary_too(tmp_path: Path, settings: Settings) -> None:
-    made = report.summarise(settings, tmp_path)
+    made = report.summarise(settings, tmp_path, [])
     assert (made.steps, made.tokens_per_second, made.reward.heldout_before) == (0, 0.0, None)
     assert "nothing trained" in report.as_text(made)
 
@@ -101,7 +101,7 @@ def test_the_line_of_progress_says_how_many_groups_were_voided_and_why_the_last_
 def test_a_summary_without_held_out_rows_does_not_speak_of_them(tmp_path: Path, settings: Settings) -> None:
     run = tmp_path / "none"
     run.mkdir()
-    assert "held-out" not in report.as_text(report.summarise(settings, run))
+    assert "held-out" not in report.as_text(report.summarise(settings, run, []))
 
 
 def test_a_curve_of_many_steps_stays_small() -> None:
@@ -127,4 +127,4 @@ def test_the_night_between_stop_and_resume_is_not_the_runs_time(tmp_path: Path, 
         for n, seconds in enumerate(at)
     ]
     text_file(tmp_path, "journal", list(ticks))
-    assert report.summarise(settings, tmp_path).seconds == 30.0
+    assert report.summarise(settings, tmp_path, []).seconds == 30.0

@@ -209,7 +209,7 @@ def test_what_is_archived_and_still_on_the_broker_comes_once(tmp_path: Path) -> 
         rows = _keys(_shown(_stream(tmp_path / "r", bus).parts()))
         (count,) = [
             topic["rows"]
-            for topic in topics_of(tmp_path / "r", lambda *_: nullcontext(bus))
+            for topic in topics_of(tmp_path / "r", [], lambda *_: nullcontext(bus))
             if topic["topic"] == "completions"
         ]
     assert rows == [(0, 0, 0, 0), (0, 1, 0, 1)]

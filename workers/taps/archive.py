@@ -10,6 +10,7 @@ Rule 1: a file is written whole, synced, and renamed into place; offsets are com
 same records are read again and the file of the same name is replaced.
 Rule 2: nothing is lost: what cannot be parsed is kept raw. Nothing stops the archive but a full disk or the broker.
 Rule 3: a topic that the orchestrator deletes was read to its end before: it is simply not read any more.
+Rule 4: a file says by which schema it was written (`trajectory/1` in its metadata); that of a later one is refused.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas import arrow
+from schemas.codec import schema_of_topic
 from workers.runtime import clock
 from workers.runtime.errors import BadInput
 from workers.runtime.files import sync
@@ -30,6 +32,8 @@ from workers.transport.records.bus import Bus, BusUnavailable, Record
 DISCOVER_PERIOD_S = 0.5
 POLL_MS_MAX = 250
 UNREADABLE = "unreadable"
+ROWS_PER_BATCH_MAX = 1024
+"""Of a file. What is damaged in it costs no more than the batch that it is in."""
 END_LIMIT_S = 60.0
 TOKEN_KINDS = ("completions", "trajectories", "evaluations")
 _WHERE = [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False)]
@@ -169,7 +173,9 @@ class Archive:
             first = record.offset if first is None else first
         if first is not None:
             table = pa.concat_tables(tables) if kind in TOKEN_KINDS else pa.Table.from_pylist(tables, TEXT_SCHEMA)
-            write_file(self._folder / name / f"{partition}.{first:020d}.arrow", table.combine_chunks())
+            said = {"schema": "/".join(map(str, schema_of_topic(kind)))}
+            file = self._folder / name / f"{partition}.{first:020d}.arrow"
+            write_file(file, table.combine_chunks().replace_schema_metadata(said))
 
 
 def _token_table(kind: str, record: Record) -> pa.Table:
@@ -222,23 +228,27 @@ def write_file(file: Path, table: pa.Table) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.tmp")
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=_OPTIONS) as writer:
-        writer.write_table(table)
+        writer.write_table(table, ROWS_PER_BATCH_MAX)
     sync(unfinished)
     unfinished.replace(file)
     sync(file.parent)
 
 
-def read(run_dir: Path, kind: str) -> pa.Table:
+def read(run_dir: Path, kind: str, damage: list[str] | None = None) -> pa.Table:
     """All archived records of a kind (`trajectories`, `journal`, `requests` of all versions, ...), in the order of
-    topic, partition, offset; what was archived twice comes once. Empty if there is nothing."""
-    return pa.concat_tables([schema_of(kind).empty_table(), *(table for _, _, table in files(run_dir, kind))])
+    topic, partition, offset; what was archived twice comes once. Empty if there is nothing. BadInput, as `files`."""
+    found = (table for _, _, table in files(run_dir, kind, damage=damage))
+    return pa.concat_tables([schema_of(kind).empty_table(), *found])
 
 
-def files(run_dir: Path, kind: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, int, pa.Table]]:
+def files(
+    run_dir: Path, kind: str, columns: Sequence[str] = (), damage: list[str] | None = None
+) -> Iterator[tuple[str, int, pa.Table]]:
     """(topic without prefix, partition, rows) of each archived file of a kind, as `read` orders them; with `columns`
-    only these (`offset` among them)."""
+    only these (`offset` among them). BadInput if a file is damaged, or of a later schema; with `damage` what is damaged
+    is said there, a sentence each, and the rest is read."""
     for folder in _folders(run_dir / "archive", kind):
-        for partition, table, keep in _without_doubles(folder, columns):
+        for partition, table, keep in _without_doubles(folder, columns, damage):
             yield folder.name, partition, table.filter(pa.array(keep, pa.bool_()))
 
 
@@ -246,60 +256,135 @@ def check(run_dir: Path, kind: str) -> None:
     """BadInput names a file of this kind that is damaged in a way that can be told from the file alone."""
     for folder in _folders(run_dir / "archive", kind):
         for file in sorted(folder.glob("*.arrow")):
-            table = _read_file(file, ())
+            table = _read_file(file, (), None)
             try:
                 table.validate(full=True)
-                missing = set(schema_of(kind).names) - set(table.schema.names)
-                other = [
-                    field.name
-                    for field in schema_of(kind)
-                    if field.name not in missing and table.schema.field(field.name).type != field.type
-                ]
             except _DAMAGE as error:
                 raise _damaged(file, error) from error
-            if missing:
-                raise _damaged(file, f"no column {', '.join(sorted(missing))}")
-            if other:
-                raise _damaged(file, f"the type of column {', '.join(other)} is not the archive's")
 
 
 def _folders(archive: Path, kind: str) -> list[Path]:
     """Of a kind, or of one topic (`requests.v000012`)."""
-    return sorted(
-        folder for folder in archive.glob(f"{kind}*") if kind in (folder.name, folder.name.split(".", maxsplit=1)[0])
-    )
+    return sorted(folder for folder in archive.glob(f"{kind}*") if kind in (folder.name, _kind(folder)))
 
 
-def _without_doubles(folder: Path, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table, list[bool]]]:
+def _kind(folder: Path) -> str:
+    return folder.name.split(".", maxsplit=1)[0]
+
+
+def _without_doubles(
+    folder: Path, columns: Sequence[str], damage: list[str] | None
+) -> Iterator[tuple[int, pa.Table, list[bool]]]:
     """Partition and rows of each file, with a mask of the rows whose offset no earlier file had."""
-    files = sorted(folder.glob("*.arrow"), key=lambda file: [int(part) for part in file.name.split(".")[:2]])
     ends: dict[int, int] = {}
-    for file in files:
-        table = _read_file(file, columns)
-        partition = int(file.name.split(".", maxsplit=1)[0])
+    for file in sorted(folder.glob("*.arrow"), key=_place):
+        table = _read_file(file, columns, damage)
+        partition, _ = _place(file)
         offsets = table.column("offset").to_pylist()
         end = ends.get(partition, 0)
         yield partition, table, [offset >= end for offset in offsets]
         ends[partition] = max([end, *(offset + 1 for offset in offsets)])
 
 
-def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
-    """BadInput if it is damaged: it was written whole."""
+def _place(file: Path) -> tuple[int, int]:
+    """Partition and first offset, by its name. BadInput."""
     try:
-        return _read_whole(file, columns)
+        partition, offset, _ = file.name.split(".")
+        return int(partition), int(offset)
+    except ValueError:
+        raise BadInput(f"{file} is no file of an archive (PARTITION.OFFSET.arrow): take it out of there") from None
+
+
+def _read_file(file: Path, columns: Sequence[str], damage: list[str] | None) -> pa.Table:
+    """Its columns, or only these, in their order. BadInput, as `files`."""
+    names = list(columns or schema_of(_kind(file.parent)).names)
+    try:
+        with pa.memory_map(str(file)) as source:
+            with pa.ipc.open_file(source) as reader:
+                places = _places(file, reader.schema, names)
+            with pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=places)) as reader:
+                table = reader.read_all().select(names)
+        if damage is not None:
+            table.validate(full=True)
+        return table.replace_schema_metadata()
     except _DAMAGE as error:
-        raise _damaged(file, error) from error
+        if damage is None:
+            raise _damaged(file, error) from error
+        return _rest_of(file, names, error, damage)
+
+
+def _places(file: Path, schema: pa.Schema, names: Sequence[str]) -> list[int]:
+    """Where the columns lie. BadInput if they are not there as we know them."""
+    kind = _kind(file.parent)
+    name, number = schema_of_topic(kind)
+    said = (schema.metadata or {}).get(b"schema", f"{name}/{number}".encode()).decode(errors="replace")
+    if said not in (f"{name}/{number}", f"{name}/{number - 1}"):
+        raise BadInput(
+            f"{file}: it is of schema {said}, this dora reads {name}/{number} and {name}/{number - 1}: "
+            "read it with the dora that wrote it, or a later one"
+        )
+    ours = schema_of(kind)
+    missing = [name for name in names if name not in schema.names]
+    if missing:
+        raise _damaged(file, f"no column {', '.join(missing)}")
+    other = [name for name in names if schema.field(name).type != ours.field(name).type]
+    if other:
+        raise _damaged(file, f"the type of column {', '.join(other)} is not the archive's")
+    return [schema.get_field_index(name) for name in names]
+
+
+def _rest_of(file: Path, names: Sequence[str], why: object, damage: list[str]) -> pa.Table:
+    """The batches of a damaged file that can be read; `damage` hears from which record on some cannot."""
+    kind = _kind(file.parent)
+    ours = pa.schema([schema_of(kind).field(name) for name in names])
+    good: list[pa.Table] = []
+    partition, after = _place(file)
+    lost_from: int | None = None
+    for batch in _batches_of(file):
+        try:
+            if batch is None:
+                raise pa.ArrowInvalid("cut")
+            _places(file, batch.schema, names)
+            batch.validate(full=True)
+            table = pa.Table.from_batches([batch]).select(names).cast(ours)
+            after = table.column("offset")[-1].as_py() + 1
+            good.append(table)
+        except _DAMAGE:
+            lost_from = after if lost_from is None else lost_from
+    at = f"{partition}:{after if lost_from is None else lost_from}"
+    damage.append(
+        f"{file} is damaged from record {at} on ({why}): {sum(map(len, good))} of its rows were read; "
+        "restore this file of the archive from a copy"
+    )
+    return pa.concat_tables([ours.empty_table(), *good])
+
+
+def _batches_of(file: Path) -> Iterator[pa.RecordBatch | None]:
+    """Each batch, None for one that cannot be read; of a file without its end those that come before."""
+    raw = pa.py_buffer(file.read_bytes()) if file.is_file() else pa.py_buffer(b"")
+    try:
+        reader = pa.ipc.open_file(raw)
+    except _DAMAGE:
+        yield from _batches_in_order(raw)
+        return
+    for number in range(reader.num_record_batches):
+        try:
+            yield reader.get_batch(number)
+        except _DAMAGE:
+            yield None
+
+
+def _batches_in_order(raw: pa.Buffer) -> Iterator[pa.RecordBatch | None]:
+    """A file is a stream behind eight bytes."""
+    try:
+        with pa.ipc.open_stream(raw.slice(min(8, raw.size))) as reader:
+            for batch in reader:
+                if batch.num_rows:
+                    yield batch
+    except _DAMAGE:
+        pass
+    yield None
 
 
 def _damaged(file: Path, why: object) -> BadInput:
     return BadInput(f"{file} is damaged ({why}): restore this file of the archive from a copy")
-
-
-def _read_whole(file: Path, columns: Sequence[str]) -> pa.Table:
-    with pa.memory_map(str(file)) as source:
-        with pa.ipc.open_file(source) as reader:
-            if not columns:
-                return reader.read_all()
-            places = [reader.schema.get_field_index(name) for name in columns]
-        with pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=places)) as reader:
-            return reader.read_all()

@@ -37,9 +37,9 @@ class _Tally:
         return Accuracy(sum(self.outcomes) / rows if rows else None, rows, self.errors)
 
 
-def heldout(run_dir: Path) -> dict[int, dict[str, Accuracy]]:
-    """Version -> tag -> accuracy, from the run's archive; the tag `all` is every row."""
-    return by_version(read(run_dir, "evaluations").select(_COLUMNS).to_pylist())
+def heldout(run_dir: Path, damage: list[str] | None = None) -> dict[int, dict[str, Accuracy]]:
+    """Version -> tag -> accuracy, from the run's archive; the tag `all` is every row. BadInput, as `archive.files`."""
+    return by_version(read(run_dir, "evaluations", damage).select(_COLUMNS).to_pylist())
 
 
 def by_version(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Accuracy]]:
