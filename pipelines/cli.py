@@ -246,6 +246,9 @@ def replay(
         list[str] | None, typer.Option("--what-if", metavar="a.b=c", help="Which decision a setting changes first.")
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="G", min=0, help="The life of a group, with its text.")] = None,
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="--group: sample it again on its version's weights; compare.")
+    ] = False,
     to: Annotated[
         str, typer.Option("--to", metavar="BROKER", help="Say the run's topics again there (host:port), to debug on.")
     ] = "",
@@ -272,7 +275,7 @@ def replay(
         wanted = Wanted(to, name, tuple(topics or ()), step, since, until, speed)
         if not to and wanted != Wanted("", step=step):
             raise typer.BadParameter("--as, --topic, --since, --until, --speed go with --to BROKER")
-        ask = Ask(step, decisions, tuple(what_if or ()), group, wanted if to else None)
+        ask = Ask(step, decisions, tuple(what_if or ()), group, regenerate, wanted if to else None)
         raise typer.Exit(0 if play(find_run(run, runs_dir), ask, as_json=as_json) else 1)
 
 

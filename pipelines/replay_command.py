@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines import environment, replay_decisions, replay_group, replay_to
+from pipelines import environment, replay_decisions, replay_group, replay_regenerate, replay_to
 from pipelines.replay import Compared, Replay, StepAgain, Value, replay
 from workers.runtime.errors import BadInput
 
@@ -14,17 +14,20 @@ _SHOWN = ("loss", "grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What of a run is to be played again: one of `step` (a number or `all`), `decisions`, `group`; with `to` none but
-    `step`, which then is a range."""
+    """What of a run is to be played again: one of `step` (a number or `all`), `decisions`, `group` (with `regenerate`:
+    sampled again); with `to` none but `step`, which then is a range."""
 
     step: str | None = None
     decisions: bool = False
     what_if: tuple[str, ...] = ()
     group: int | None = None
+    regenerate: bool = False
     to: replay_to.Wanted | None = None
 
     def __post_init__(self) -> None:
         """BadInput."""
+        if self.regenerate and self.group is None:
+            raise BadInput("--regenerate samples a group again: say which with --group G")
         if self.to is not None:
             if self.decisions or self.what_if or self.group is not None:
                 raise BadInput("--to says records again: of --step, --since, --until; not --decisions or --group")
@@ -44,12 +47,23 @@ def play(run_dir: Path, ask: Ask, *, as_json: bool) -> bool:
     if ask.step is not None:
         return _steps(run_dir, ask.step, as_json=as_json)
     if ask.group is not None:
-        life = replay_group.life_of(run_dir, ask.group)
-        print(json.dumps(replay_group.as_dict(life)) if as_json else replay_group.as_text(life))
-        return True
+        return _group(run_dir, ask.group, ask.regenerate, as_json=as_json)
     decisions = replay_decisions.decide_again(run_dir, ask.what_if)
     print(json.dumps(replay_decisions.as_dict(decisions)) if as_json else replay_decisions.as_text(decisions))
     return decisions.same or bool(ask.what_if)
+
+
+def _group(run_dir: Path, group: int, again: bool, *, as_json: bool) -> bool:
+    life = replay_group.life_of(run_dir, group)
+    said = replay_regenerate.regenerate(run_dir, group) if again else None
+    if as_json:
+        more = {} if said is None else {"regenerated": replay_regenerate.as_dict(said)}
+        print(json.dumps(replay_group.as_dict(life) | more))
+    else:
+        print(replay_group.as_text(life))
+        if said is not None:
+            print(replay_regenerate.as_text(said))
+    return said is None or said.same
 
 
 def _steps(run_dir: Path, step: str, *, as_json: bool) -> bool:

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from pipelines.config_file import read_resolved
 from pipelines.replay_decisions import journal
 from pipelines.tokens import PromptTokenizer
@@ -59,16 +61,20 @@ def life_of(run_dir: Path, group: int) -> Life:
     if not moments:
         raise BadInput(f"run {settings.name} has opened no group {group} (groups count from 0): see {run_dir}/archive")
     tokenizer = PromptTokenizer(Path(settings.model))
-    prompt, samples = "", []
+    rows = rows_of(run_dir, group)
+    prompt = tokenizer.text(rows[0]["prompt_ids"]) if rows else ""
+    return Life(settings.name, group, prompt, moments, [_sample(row, tokenizer) for row in rows])
+
+
+def rows_of(run_dir: Path, group: int) -> list[dict[str, Any]]:
+    """Its scored rows, by index and attempt. BadInput."""
+    rows: list[dict[str, Any]] = []
     for kind in ("trajectories", "evaluations"):
         archive.check(run_dir, kind)
         for _, _, table in archive.files(run_dir, kind):
-            for row in to_rows(table.select(TRAJECTORY.names)):
-                if row["group"] == group:
-                    prompt = tokenizer.text(row["prompt_ids"])
-                    samples.append(_sample(row, tokenizer))
-    samples.sort(key=lambda one: (one.index, one.attempt))
-    return Life(settings.name, group, prompt, moments, samples)
+            found = table.filter(pc.equal(table.column("group"), group)).select(TRAJECTORY.names)
+            rows += to_rows(found)
+    return sorted(rows, key=lambda row: (row["index"], row["attempt"]))
 
 
 def _moments(at: int, record: JournalRecord, group: int) -> Iterator[Moment]:

@@ -53,21 +53,11 @@ def _orchestrator(process: Process, bus: Bus, _: int) -> int:
 
 
 def _rollout(process: Process, bus: Bus, number: int) -> int:
-    from workers.rollout.engines.base import Engine
+    from pipelines.engines import engine_of
     from workers.rollout.service import serve
+    from workers.transport.kv.shared_memory import folder_of
 
-    settings = process.settings
-    engine: Engine
-    if settings.engines.kind == "vllm":
-        from workers.rollout.engines.vllm_engine import VllmEngine
-        from workers.transport.kv.shared_memory import folder_of
-
-        folder = folder_of(process.run, process.run_dir)
-        engine = VllmEngine(settings, Path(settings.model), kv_folder=folder, number=number)
-    else:
-        from workers.rollout.engines.paced_engine import PacedEngine
-
-        engine = PacedEngine(settings)
+    engine = engine_of(process.settings, kv_folder=folder_of(process.run, process.run_dir), number=number)
     try:
         return serve(process, bus, engine, number, socket.gethostname())
     finally:
