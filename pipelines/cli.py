@@ -52,6 +52,16 @@ def _faults() -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
+def _stop_signals(wanted: bool) -> threading.Event:
+    """Set when one comes, if they are wanted: what follows a run then ends in order."""
+    stopping = threading.Event()
+    if wanted:
+        from workers.runtime.process import on_stop_signals
+
+        on_stop_signals(lambda _: stopping.set())
+    return stopping
+
+
 @app.command(epilog="Example: dora run configs/quickstart.toml --set steps=5")
 def run(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file, e.g. configs/quickstart.toml.")],
@@ -201,19 +211,32 @@ def tap(
         from pipelines.runs import find_run
         from pipelines.tap import Ask
         from pipelines.tap_output import Output, show
-        from workers.runtime.process import on_stop_signals
 
-        stopping, signals = threading.Event(), list[int]()
-
-        def stop(number: int) -> None:
-            signals.append(number)
-            stopping.set()
-
-        if follow:
-            on_stop_signals(stop)
+        stopping = _stop_signals(follow)
         ask = Ask(follow=follow, since=since, where=where, decode=decode, limit=limit)
         show(find_run(run, runs_dir), topic, ask, Output(as_json, sql, arrow, state), stopping)
-        raise typer.Exit(130 if signals else 0)
+        raise typer.Exit(130 if stopping.is_set() else 0)
+
+
+@app.command(epilog="Example: dora metrics quickstart-000 tensorboard board --follow && tensorboard --logdir board")
+def metrics(
+    run: Run,
+    sink: Annotated[str, typer.Argument(metavar="SINK", help="jsonl, tensorboard, wandb, mlflow.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the sink; it may hold several runs.")],
+    *,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Give a run's figures to a board of yours; started again it goes on where its output ends."""
+    with _faults():
+        from pipelines.metrics import send
+        from pipelines.runs import find_run
+
+        stopping = _stop_signals(follow)
+        points = send(find_run(run, runs_dir), sink, folder, follow=follow, stopping=stopping)
+        print(json.dumps({"points": points}) if as_json else f"{points} points more in {folder}")
+        raise typer.Exit(130 if stopping.is_set() else 0)
 
 
 @app.command(epilog="Example: dora export quickstart-000 my-model")
@@ -283,20 +306,9 @@ def replay(
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine: libraries, Java, memory, disk."""
     with _faults():
-        from dataclasses import asdict
+        from pipelines.doctor import show
 
-        from pipelines.doctor import checks
-
-        found = checks(Path.cwd())
-        if as_json:
-            print(json.dumps({"ok": all(check.ok for check in found), "checks": [asdict(check) for check in found]}))
-        else:
-            for check in found:
-                print(
-                    f"{'ok ' if check.ok else 'NO '} {check.name:<16} {check.found}"
-                    + ("" if check.ok else f"  {check.advice}")
-                )
-        raise typer.Exit(0 if all(check.ok for check in found) else 1)
+        raise typer.Exit(0 if show(Path.cwd(), as_json=as_json) else 1)
 
 
 @app.command(epilog="Example: dora simulate --preset paper-64; dora simulate my_run.toml --calibrate-from my_run-000")

