@@ -55,7 +55,7 @@ def write_resolved(settings: Settings, run_dir: Path) -> None:
 
 
 LAYOUT = ("training.data_parallel", f"megatron.{TENSOR}", f"megatron.{PIPELINE}")
-MAY_CHANGE = ("steps", "broker", "prefect", "kafka", "runs_dir", "reward.path", *LAYOUT)
+MAY_CHANGE = ("steps", "broker", "prefect", "prometheus", "kafka", "runs_dir", "reward.path", *LAYOUT)
 """Keys of a run that say nothing of what it computes, rounding apart. (`steps` has a rule of its own.)"""
 
 

@@ -55,9 +55,19 @@ def worker_environment(settings: Settings, kind: str) -> dict[str, str]:
 
 def specs(settings: Settings, run_dir: Path, broker: str) -> list[ProcessSpec]:
     """All processes of a run in the order they start: whoever must hear everything first."""
+    return [_spec(settings, run_dir, broker, kind, number) for kind, number in _all(settings)]
+
+
+def _all(settings: Settings) -> list[tuple[str, int]]:
     counts = {"archive": 1, "orchestrator": 1, "trainer": 1, "prompts": 1}
     counts |= {"reward": settings.reward.workers, "rollout": settings.engines.count}
-    return [_spec(settings, run_dir, broker, kind, number) for kind, count in counts.items() for number in range(count)]
+    return [(kind, number) for kind, count in counts.items() for number in range(count)]
+
+
+def metrics_port(settings: Settings, kind: str, number: int) -> int:
+    """Of its Prometheus endpoint; 0 = it has none."""
+    first, there = settings.prometheus.port, _all(settings)
+    return first + there.index((kind, number)) if first and (kind, number) in there else 0
 
 
 def _spec(settings: Settings, run_dir: Path, broker: str, kind: str, number: int) -> ProcessSpec:

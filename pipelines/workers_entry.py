@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipelines.config_file import read_resolved
-from pipelines.processes import process_name, worker_environment
+from pipelines.processes import metrics_port, process_name, worker_environment
 from workers.runtime.errors import BadInput
 from workers.runtime.process import Process, run_service
 from workers.transport.records.bus import Bus
@@ -26,7 +26,8 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
     settings = read_resolved(run_dir)
     for name, value in worker_environment(settings, kind).items():
         os.environ.setdefault(name, value)  # libraries read it when they are loaded, below
-    process = Process(process_name(kind, number), settings, run_dir.resolve())
+    port = metrics_port(settings, kind, number)
+    process = Process(process_name(kind, number), settings, run_dir.resolve(), port)
     serve = _SERVICES[kind]
 
     def open_and_serve() -> int:

@@ -209,6 +209,17 @@ class Prefect(Section):
     address: str = Field("", description="API address; empty = a local server. DORA_PREFECT overrides.")
 
 
+class Prometheus(Section):
+    """Figures of each process, for those who watch many."""
+
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Of the first process's endpoint on 127.0.0.1, the others follow; 0 = none. docs/WATCHING.md",
+    )
+
+
 class Settings(Section):
     """One run."""
 
@@ -243,6 +254,7 @@ class Settings(Section):
     evaluation: Evaluation = Evaluation()
     broker: Broker = Broker()
     prefect: Prefect = Prefect()
+    prometheus: Prometheus = Prometheus()
     vllm: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM's EngineArgs.")
     megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to Megatron's configurations.")
     kafka: dict[str, Any] = Field(default_factory=dict, description="Passed to every Kafka client.")

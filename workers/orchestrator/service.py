@@ -262,6 +262,7 @@ class Hands:
         values = {**self.mind.figures(), "decide_s": self.decide_s}
         point = m.MetricPoint(run=self.process.run, source="orchestrator", at=clock.now_us(), values=values)
         publish(self.producer, self.topics.metrics, point)
+        self.process.figures.show(values)
 
     # --- what is no record ------------------------------------------------------------------
 

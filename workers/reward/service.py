@@ -239,6 +239,7 @@ class Scorer:
         values = {**self._counts, "waiting": float(len(self._waiting))}
         point = MetricPoint(run=self._process.run, source=self._source, at=clock.now_us(), values=values)
         publish(self._producer, self._process.topics.metrics, point)
+        self._process.figures.show(values)
 
 
 def _key_of(row: Row) -> tuple[int, int, int] | None:

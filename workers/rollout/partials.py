@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.ids import RequestKey
-from schemas.messages import KvHandle, Moves, PartialRecord, RequestRecord, Stay, StopReason
+from schemas.messages import Heartbeat, KvHandle, Moves, PartialRecord, RequestRecord, Stay, StopReason
 from workers.rollout.engines.base import Prefill
 
 
@@ -139,3 +139,10 @@ def to_row(one: Running, place: Place, finish_reason: str, now: int) -> dict[str
         "attachments": {},
         "metadata": request.metadata,
     }
+
+
+def figures_of(heartbeat: Heartbeat) -> dict[str, float]:
+    """What an engine says of itself, as figures: sums since its process started, but for what it holds now."""
+    said = heartbeat.model_dump(exclude={"kind", "engine", "incarnation", "moves"}, exclude_none=True)
+    moves = heartbeat.moves.model_dump(exclude={"reprefills"})
+    return said | {f"moves_{name}": value for name, value in moves.items()}

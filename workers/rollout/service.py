@@ -23,7 +23,7 @@ from schemas.codec import BadRecord, arrow_headers, decode
 from schemas.ids import RequestKey
 from schemas.topics import score_partition, version_key
 from workers.rollout.engines.base import Engine, Tokens
-from workers.rollout.partials import Place, Running, begin, counted, to_partial, to_row
+from workers.rollout.partials import Place, Running, begin, counted, figures_of, to_partial, to_row
 from workers.runtime import clock
 from workers.runtime.errors import ProbeMismatch, WeightsUnavailable
 from workers.runtime.process import Process
@@ -63,6 +63,7 @@ class RolloutService:
     ) -> None:
         self.incarnation = clock.now_us()
         self._log, self._topics, self._run = process.log, process.topics, process.run
+        self._figures = process.figures
         self._bus, self._engine, self._number, self._host = bus, engine, number, host
         self._flush_s, self._mixed = process.settings.broker.timeout_s, process.settings.mixes_versions
         self._vocabulary = process.vocabulary
@@ -314,19 +315,19 @@ class RolloutService:
 
     def _say_alive(self) -> None:
         load = self._engine.load_now()
-        self._say(
-            m.Heartbeat(
-                engine=self._number,
-                incarnation=self.incarnation,
-                version=self._engine.version,
-                running=load.running,
-                waiting=load.waiting + len(self._waiting),
-                kv_tokens=load.kv_tokens,
-                tokens=self._tokens,
-                moves=self._moves,
-                **self._spent,
-            )
+        heartbeat = m.Heartbeat(
+            engine=self._number,
+            incarnation=self.incarnation,
+            version=self._engine.version,
+            running=load.running,
+            waiting=load.waiting + len(self._waiting),
+            kv_tokens=load.kv_tokens,
+            tokens=self._tokens,
+            moves=self._moves,
+            **self._spent,
         )
+        self._say(heartbeat)
+        self._figures.show(figures_of(heartbeat))
 
     def _say_partial(self, one: Running, reason: m.StopReason, kv: m.KvHandle | None = None) -> None:
         partial = to_partial(one, self._place(), reason, kv)

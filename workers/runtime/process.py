@@ -19,6 +19,7 @@ from schemas.settings import Settings
 from schemas.topics import Topics
 from workers.runtime.errors import BadInput, DoraError
 from workers.runtime.log import Log, to_stderr
+from workers.runtime.metrics import Figures
 
 _PR_SET_PDEATHSIG = 1
 ORPHAN_S_MAX = 10.0
@@ -27,12 +28,15 @@ ORPHAN_S_MAX = 10.0
 
 @dataclass
 class Process:
-    """What every service is given. `stopping` is set by SIGTERM or SIGINT: finish the step at hand and return."""
+    """What every service is given. `stopping` is set by SIGTERM or SIGINT: finish the step at hand and return.
+    `figures`: what it measures, for Prometheus, where `metrics_port` is not 0."""
 
     name: str
     settings: Settings
     run_dir: Path
+    metrics_port: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
+    figures: Figures = field(default_factory=Figures)
 
     def __post_init__(self) -> None:
         self.log = Log(self.name)
@@ -90,6 +94,7 @@ def run_service(process: Process, serve: Callable[[], int]) -> int:
     on_stop_signals(lambda _: _stop(process, parent))
     die_with_parent()
     process.log.info("started", pid=os.getpid())
+    _open_figures(process)
     try:
         code = serve()
     except BadInput as error:
@@ -100,6 +105,15 @@ def run_service(process: Process, serve: Callable[[], int]) -> int:
         return 1
     process.log.info("ended", code=code)
     return code
+
+
+def _open_figures(process: Process) -> None:
+    """A port that is taken is no reason not to train."""
+    if process.metrics_port:
+        try:
+            process.figures.open(process.metrics_port, process.run, process.name)
+        except OSError as error:
+            process.log.warning("no_prometheus_endpoint", port=process.metrics_port, error=error)
 
 
 def _stop(process: Process, parent: int) -> None:

@@ -216,6 +216,7 @@ class _Trainer:
         if record is not None:
             point = MetricPoint(run=self._process.run, source=SOURCE, at=now, step=record.step, values=metrics)
             publish(self._producer, topics.metrics, point)
+            self._process.figures.show(metrics | {"version": version})
         self._producer.flush(self._settings.broker.timeout_s)
         self._state.announced[version] = weights
         self._process.log.info("published", version=version, fingerprint=made.fingerprint[:16])
