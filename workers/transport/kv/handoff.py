@@ -77,7 +77,7 @@ class Kind(BaseModel):
 
 class Header(BaseModel):
     """What stands before the blocks: their kind, the ids that they are of (`tokens` of them, hashed in `prefix`), how
-    many bytes come, and their CRC-32."""
+    many bytes come, and their CRC-32C."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

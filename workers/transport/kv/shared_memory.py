@@ -15,10 +15,10 @@ import contextlib
 import hashlib
 import mmap
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import crc32c
 from pydantic import ValidationError
 
 from workers.transport.kv.handoff import LEASE_US, SECOND_US, Header, State, Unusable
@@ -54,7 +54,7 @@ def write(path: Path, header: Header, fill: Callable[[memoryview], None]) -> Non
         with mmap.mmap(handle, HEAD_BYTES + header.size) as whole, memoryview(whole) as view:
             with view[HEAD_BYTES:] as blocks:
                 fill(blocks)
-                checksum = zlib.crc32(blocks)
+                checksum = crc32c.crc32c(blocks)
             text = header.model_copy(update={"checksum": checksum}).model_dump_json().encode()
             assert len(text) <= HEAD_BYTES, f"a header of {len(text)} bytes"
             view[:HEAD_BYTES] = text.ljust(HEAD_BYTES)
@@ -78,7 +78,7 @@ def read_header(path: Path) -> Header:
                 raise Unusable("truncated")
             checksum, piece = 0, bytearray(CHECK_BYTES)
             while count := file.readinto(piece):
-                checksum = zlib.crc32(memoryview(piece)[:count], checksum)
+                checksum = crc32c.crc32c(memoryview(piece)[:count], checksum)
     except OSError as error:
         raise Unusable("gone") from error
     if checksum != header.checksum:
