@@ -80,7 +80,7 @@ def disk_of(settings: Settings, model: ModelFolder) -> float:
     """GiB."""
     if settings.training.kind != "megatron":
         return LOG_GIB
-    reference = _BYTES[settings.dtype] * bool(settings.training.kl_refresh_steps)
+    reference = _BYTES[settings.dtype] * settings.training.reference_changes
     checkpoints = (settings.training.checkpoints_keep + 1) * (CHECKPOINT_BYTES_PER_PARAMETER + reference)
     versions = settings.scheduling.weights_keep + settings.lag_max + 2 + settings.training.checkpoints_keep
     return (checkpoints + versions * _BYTES[settings.dtype]) * model.parameters / GIB + LOG_GIB

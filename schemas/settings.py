@@ -107,6 +107,9 @@ class Training(Section):
     kl_refresh_steps: int = Field(
         0, ge=0, description="Every so many steps that copy becomes the version then; 0 = never."
     )
+    kl_version: int = Field(
+        0, ge=0, description="The version that copy becomes, once it is there, for the rest of the run."
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Of the entropy, which the loss then rewards.")
     overlong_mask: bool = Field(False, description="Responses that were cut at their limit are not trained on.")
     overlong_penalty_tokens: int = Field(
@@ -124,6 +127,11 @@ class Training(Section):
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     checkpoints_keep: int = Field(2, ge=1, description="Checkpoints kept.")
 
+    @property
+    def reference_changes(self) -> bool:
+        """The reference of the KL is not version 0 all along, so a checkpoint must hold it."""
+        return bool(self.kl_refresh_steps or self.kl_version)
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if 0 < self.clip_dual <= 1:
@@ -139,6 +147,10 @@ class Training(Section):
             )
         if self.kl_refresh_steps and not self.kl_coef:
             raise ValueError("kl_refresh_steps needs a kl_coef: without one there is no reference")
+        if self.kl_version and not self.kl_coef:
+            raise ValueError("kl_version needs a kl_coef: without one there is no reference")
+        if self.kl_version and self.kl_refresh_steps:
+            raise ValueError("kl_version stays the reference, kl_refresh_steps replaces it: use one of the two")
         if self.tis_mask and not self.tis_cap:
             raise ValueError("tis_mask needs a tis_cap")
         return self
@@ -330,6 +342,11 @@ class Settings(Section):
             raise ValueError(f"training.schedule = {training.schedule} falls until the last step: set `steps`")
         if self.steps and training.warmup_steps >= self.steps and training.warmup_steps:
             raise ValueError(f"training.warmup_steps = {training.warmup_steps} leaves none of {self.steps} steps")
+        if self.steps and training.kl_version >= self.steps:
+            raise ValueError(
+                f"training.kl_version = {training.kl_version} is never a reference: the last step, "
+                f"{self.steps - 1}, begins with version {self.steps - 1}"
+            )
         if self.sampling.ignore_eos and (training.overlong_mask or training.overlong_penalty_tokens):
             raise ValueError("training.overlong_*: with sampling.ignore_eos every response is cut at its limit")
         limit = self.sampling.max_new_tokens

@@ -154,6 +154,26 @@ def test_the_reference_is_renewed_every_two_steps_also_after_a_resume(llama: Pat
     assert fingerprint(resumed.export()) == fingerprint(learner.export())
 
 
+def test_a_pinned_version_is_the_reference_from_its_step_on_also_after_a_resume(llama: Path, tmp_path: Path) -> None:
+    training = {"kl_coef": 0.5, "kl_version": 2, "learning_rate": 1e-2, "steps": 5}
+    samples = close_samples(llama, 19)
+    learner = learner_of(llama, **training)
+    kls, pinned = [], None
+    for step in range(3):
+        pinned = learner.logprobs(samples)
+        kls.append(learner.train(samples, step)["reference_kl"])
+    assert kls[0] == kls[2] == pytest.approx(0.0, abs=1e-9), "to version 0, and to version 2"
+    save(learner, tmp_path / "saved")
+    resumed = learner_of(llama, **training)
+    resumed.restore(tmp_path / "saved")
+    for step in (3, 4):
+        batch = responses_of(samples, learner.logprobs(samples), reference=pinned, entropy=[[0.0] * 20] * len(samples))
+        expected = reference_loss(batch, learner._settings.training, [one.now for one in batch])
+        said = learner.train(samples, step)
+        assert said["loss"] == pytest.approx(expected, rel=1e-4)
+        assert resumed.train(samples, step) == said
+
+
 def test_a_step_has_the_learning_rate_of_its_number_also_after_a_resume(llama: Path, tmp_path: Path) -> None:
     samples = samples_of(15)
     warm, slow = learner_of(llama, warmup_steps=4, steps=8), learner_of(llama, learning_rate=0.5e-3)

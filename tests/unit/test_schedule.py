@@ -3,7 +3,7 @@
 import pytest
 
 from schemas.settings import Settings
-from workers.trainer.schedule import learning_rate
+from workers.trainer.schedule import learning_rate, renews_reference
 
 
 def rates(steps: int, **training: object) -> list[float]:
@@ -28,3 +28,15 @@ def test_linear_falls_by_the_same_each_step_and_trains_the_last_one_too() -> Non
 def test_cosine_is_half_way_down_in_the_middle() -> None:
     said = rates(4, schedule="cosine")
     assert said == pytest.approx([0.8, 0.4 + 0.4 * 0.5**0.5, 0.4, 0.4 - 0.4 * 0.5**0.5])
+
+
+def renewed(**training: object) -> list[int]:
+    tree = {"model": "m", "steps": 9, "dataset": [{"path": "rows.jsonl"}], "training": {"kl_coef": 0.1, **training}}
+    settings = Settings.model_validate(tree)
+    return [step for step in range(9) if renews_reference(step, settings)]
+
+
+def test_the_reference_is_version_0_a_pinned_one_or_one_of_every_few() -> None:
+    assert renewed() == []
+    assert renewed(kl_version=5) == [5]
+    assert renewed(kl_refresh_steps=4) == [4, 8]

@@ -140,6 +140,9 @@ def test_one_sample_per_group_will_do_where_it_is_compared_with_the_whole_step()
         (["tis_cap=2"], "tis_cap needs decoupled = true"),
         (["tis_mask=true"], "tis_mask needs a tis_cap"),
         (["kl_refresh_steps=5"], "kl_refresh_steps needs a kl_coef"),
+        (["kl_version=5"], "kl_version needs a kl_coef"),
+        (["kl_version=5", "kl_coef=0.1", "kl_refresh_steps=5"], "use one of the two"),
+        (["kl_version=3", "kl_coef=0.1"], "training.kl_version = 3 is never a reference"),
         (["schedule=linear"], "training.schedule = linear falls until the last step: set `steps`"),
         (["warmup_steps=3"], "training.warmup_steps = 3 leaves none of 3 steps"),
         (["overlong_penalty_tokens=300"], "above sampling.max_new_tokens = 256"),
@@ -152,6 +155,7 @@ def test_objectives_and_schedules_that_contradict_themselves_are_refused(overrid
     others = {
         "schedule=linear": ["steps=0", "epochs=1"],
         "warmup_steps=3": ["steps=3"],
+        "kl_version=3": ["steps=3"],
         "overlong_mask=true": ["sampling.ignore_eos=true"],
     }
     assert said in _error(SMALL, *(f"training.{one}" for one in overrides), *others.get(overrides[0], []))

@@ -1,4 +1,4 @@
-"""The learning rate of a step. Pure: a step that is trained again has the same."""
+"""What changes from step to step: the learning rate, the reference. Pure: a step trained again has the same."""
 
 import math
 
@@ -16,3 +16,11 @@ def learning_rate(step: int, settings: Settings) -> float:
         return full
     left = 1.0 - (step - warmup) / (settings.steps - warmup)
     return full * (left if training.schedule == "linear" else (1.0 - math.cos(math.pi * left)) / 2)
+
+
+def renews_reference(step: int, settings: Settings) -> bool:
+    """The version that step `step` begins with (it has the step's number) becomes the reference of the KL."""
+    training = settings.training
+    if training.kl_refresh_steps:
+        return step > 0 and step % training.kl_refresh_steps == 0
+    return step > 0 and step == training.kl_version

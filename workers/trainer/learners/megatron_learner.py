@@ -5,8 +5,8 @@ Rule 1: one rank of a layout (layout.py): it holds its stage, its part of each m
    is whole (figures, log-probs) is whole on each, `export` on rank 0 alone. gloo on a CPU, nccl on GPUs.
 Rule 2: published dtype = dtype of the forward pass. In bfloat16 the optimizer keeps float32 masters of its own.
 Rule 3: a loss or gradient that is not finite changes nothing: the update is left out and reported (`updates_skipped`).
-Rule 4: the reference model exists with a `kl_coef` only. It is version 0, read from the model folder, or with
-   `kl_refresh_steps` = n the version that the last step divisible by n began with: that one is in the checkpoint.
+Rule 4: the reference model exists with a `kl_coef` only. It is version 0, read from the model folder, or the one that
+   a step began with (schedule.py says which steps): where that may be, the reference is in the checkpoint.
 
     samples -> updates (whole groups) -> micro-batches, shared out (layout.py) -> rows -> logits / temperature -> loss
 """
@@ -28,7 +28,7 @@ from workers.trainer.learners.hf_config import read_config
 from workers.trainer.learners.layout import layout_of, micro_batches, refuse_impossible, shares
 from workers.trainer.learners.memory import told_what_to_lower
 from workers.trainer.packing import MicroBatch, pack, pad
-from workers.trainer.schedule import learning_rate
+from workers.trainer.schedule import learning_rate, renews_reference
 from workers.transport.weights.manifest import RawTensor
 
 megatron_cpu.install()
@@ -171,9 +171,8 @@ class MegatronLearner:
 
     @torch.no_grad()
     def _refresh_reference(self, step: int) -> None:
-        """At the start of step n, 2n, ... the reference becomes what the model is."""
-        every = self._settings.training.kl_refresh_steps
-        if every and step and step % every == 0:
+        """At the start of some steps the reference becomes what the model is."""
+        if renews_reference(step, self._settings):
             self._whole_parameters()
             if self._snapshot is not None:
                 self._snapshot.wait_until_copied()
@@ -303,7 +302,7 @@ class MegatronLearner:
         model = self._model.sharded_state_dict(metadata=layout)
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=layout)
         state = {"model": model, "optimizer": optimizer}
-        if self._settings.training.kl_refresh_steps:
+        if self._settings.training.reference_changes:
             state["reference"] = self._reference.sharded_state_dict(prefix=_REFERENCE, metadata=layout)
         return state
 
