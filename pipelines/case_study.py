@@ -17,10 +17,10 @@ from typing import Any
 
 from pipelines import archived
 from pipelines.pictures import grid
+from schemas.tables import STRATA
+from schemas.tables import stratum as stratum_of
 from workers.taps import archive
 
-STRATA = ("none", "to a quarter", "to a half", "to three quarters", "above", "all")
-"""Share of a group's samples that are correct."""
 TITLES = {"by_lag": "trained groups by lag", "by_difficulty": "by difficulty", "bubble": "engines with nothing to run"}
 """What each table is called."""
 COLUMNS = ("group", "index", "attempt", "response_ids", "reward", "outcome", "offset")
@@ -41,9 +41,7 @@ class Group:
 
     @property
     def stratum(self) -> str:
-        if self.passed in (0.0, 1.0):
-            return STRATA[-1] if self.passed else STRATA[0]
-        return STRATA[1 + min(3, int(-(-self.passed * 4 // 1)) - 1)]
+        return stratum_of(sum(outcome >= 0.5 for outcome in self.outcomes), len(self.outcomes))
 
 
 def case_study(run_dir: Path, damage: list[str]) -> dict[str, Any]:

@@ -187,6 +187,22 @@ def report(
         archived.complain(damage)
 
 
+@app.command("eval", epilog="Example: dora eval quickstart-000 --follow")
+def evaluate(
+    run: Run,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends; keep and publish them.")] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Samples of a run counted by version, task, difficulty and lag: now, or for as long as the run goes on."""
+    with _faults():
+        from pipelines import evaluate_command
+        from pipelines.runs import find_run
+
+        raise typer.Exit(evaluate_command.show(find_run(run, runs_dir), follow=follow, as_json=as_json))
+
+
 @app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')
 def tap(
     run: Run,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pyarrow as pa
 
-from schemas import arrow
+from schemas import arrow, tables
 from schemas import messages as m
 from schemas.topics import KINDS
 from workers.taps import archive
@@ -31,6 +31,7 @@ WHAT: dict[str, str] = {
     "batches": "the groups and rows of each training step",
     "journal": "each decision of the orchestrator with the events it was decided on",
     "metrics": "figures of all processes over time",
+    "tables": "scored samples counted by version, task, difficulty and lag, said anew when they change (`dora eval`)",
     "dead-letters": "records that could not be read, with the reason",
 }
 """A sentence for each kind of topic."""
@@ -45,6 +46,7 @@ _MESSAGES: dict[str, tuple[type[m.Message], ...]] = {
     "batches": (m.BatchRecord,),
     "journal": (m.JournalRecord,),
     "metrics": (m.MetricPoint,),
+    "tables": get_args(get_args(tables.Table)[0]),
     "dead-letters": (m.DeadLetter,),
 }
 _PLAIN: dict[Any, pa.DataType] = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), str: pa.string()}

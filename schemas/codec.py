@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from schemas import messages as m
 from schemas.ids import record_id
+from schemas.tables import TABLES, Cell, Learned
 
 SCHEMA_NUMBERS: dict[str, int] = {
     "prompt": 1,
@@ -22,6 +23,7 @@ SCHEMA_NUMBERS: dict[str, int] = {
     "batch": 1,
     "journal": 1,
     "metric": 1,
+    "table": 1,
     "dead-letter": 1,
     "trajectory": 1,
 }
@@ -37,6 +39,7 @@ _NAMES: dict[Any, str] = {
     m.DeadLetter: "dead-letter",
     m.CONTROL: "control",
     m.STATUS: "status",
+    TABLES: "table",
 }
 _READERS: dict[Any, tuple[str, TypeAdapter[Any]]] = {
     kind: (name, kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)) for kind, name in _NAMES.items()
@@ -65,6 +68,10 @@ def _schema_and_id(message: m.Message) -> tuple[str, str]:
             return "metric", record_id("metric", message.source, message.at)
         case m.DeadLetter():
             return "dead-letter", record_id("dead-letter", message.topic, message.partition, message.offset)
+        case Cell():
+            return "table", record_id("cell", message.version, message.task, message.difficulty, message.lag)
+        case Learned():
+            return "table", record_id("learned", message.version, message.lag)
         case m.Swap() | m.Stop() | m.WantPrompts() | m.EndRun():
             return "control", record_id(message.kind, *_who(message))
         case _:
@@ -122,6 +129,7 @@ _OF_TOPIC: dict[str, Any] = {
     "batches": m.BatchRecord,
     "journal": m.JournalRecord,
     "metrics": m.MetricPoint,
+    "tables": TABLES,
     "dead-letters": m.DeadLetter,
 }
 

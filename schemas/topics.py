@@ -21,8 +21,10 @@ _ONE_PARTITION = (
     "batches",
     "journal",
     "metrics",
+    "tables",
     "dead-letters",
 )
+_COMPACTED = ("weights", "tables")
 _SCORE = ("completions", "trajectories", "evaluations")
 KINDS = (*_SCORE, *_ONE_PARTITION, "requests")
 """All kinds of topic; of `requests` there is one per version."""
@@ -88,6 +90,10 @@ class Topics:
         return self.of("metrics")
 
     @property
+    def tables(self) -> str:
+        return self.of("tables")
+
+    @property
     def dead_letters(self) -> str:
         return self.of("dead-letters")
 
@@ -118,7 +124,7 @@ class Topics:
         """All topics that exist from the start (requests topics are made per version)."""
         plain = {"max.message.bytes": str(RECORD_BYTES_MAX), "retention.ms": "-1"}
         compacted = {**plain, "cleanup.policy": "compact"}
-        ones = [TopicSpec(self.of(kind), 1, compacted if kind == "weights" else plain) for kind in _ONE_PARTITION]
+        ones = [TopicSpec(self.of(kind), 1, compacted if kind in _COMPACTED else plain) for kind in _ONE_PARTITION]
         return ones + [TopicSpec(self.of(kind), SCORE_PARTITIONS, plain) for kind in _SCORE]
 
     def requests_spec(self, version: int, engines: int) -> TopicSpec:

@@ -12,6 +12,7 @@ from schemas import messages as m
 from schemas.arrow import TRAJECTORY, to_bytes
 from schemas.codec import arrow_headers, encode
 from schemas.ids import Position, RequestKey
+from schemas.tables import TABLES, Cell, Learned
 
 HERE = Path(__file__).parent
 AT = 1_700_000_000_000_000
@@ -177,6 +178,21 @@ PROMPT = m.PromptRecord(
     row=9,
     max_new_tokens=16,
 )
+TABLE: tuple[m.Message, ...] = (
+    Cell(
+        run="golden",
+        version=12,
+        task="products",
+        difficulty="to a half",
+        lag=None,
+        samples=8,
+        judged=7,
+        reward=0.5,
+        tokens=90,
+        cut=1,
+    ),
+    Learned(run="golden", version=12, lag=1, tokens=90, clip_low_share=0.25, clip_high_share=0.125, mismatch_kl=0.0625),
+)
 Kind = type[Any] | TypeAdapter[Any]
 MESSAGES: dict[str, tuple[Kind, tuple[m.Message, ...]]] = {
     "prompt": (m.PromptRecord, (PROMPT,)),
@@ -188,6 +204,7 @@ MESSAGES: dict[str, tuple[Kind, tuple[m.Message, ...]]] = {
     "batch": (m.BatchRecord, (BATCH,)),
     "journal": (m.JournalRecord, (JOURNAL, JOURNAL_LATER)),
     "metric": (m.MetricPoint, (m.MetricPoint(run="golden", source="trainer", at=AT, step=12, values={"loss": 0.5}),)),
+    "table": (TABLES, TABLE),
     "dead-letter": (
         m.DeadLetter,
         (m.DeadLetter(run="golden", topic="t", partition=0, offset=3, reason="no JSON", value_base64="e30="),),

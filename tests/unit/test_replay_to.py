@@ -265,7 +265,7 @@ def test_names_count_up_past_folders_and_topics_that_are_there(tmp_path: Path) -
     bus.make_topics(Topics("r-again-001").specs())
     (tmp_path / "r-again-000").mkdir()
     assert again(tmp_path / "run", bus, topics=("metrics",)).name == "r-again-002"
-    with pytest.raises(BadInput, match=r"--as r-again-001: the broker at there has 12 topics dora\.r-again-001"):
+    with pytest.raises(BadInput, match=r"--as r-again-001: the broker at there has 13 topics dora\.r-again-001"):
         again(tmp_path / "run", bus, name="r-again-001")
     with pytest.raises(BadInput, match=r"--as run: .*/run exists: choose another name"):
         again(tmp_path / "run", bus, name="run")

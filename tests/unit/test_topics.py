@@ -17,12 +17,13 @@ def test_run_name_that_kafka_would_not_take_is_refused(name: str) -> None:
         Topics(name)
 
 
-def test_every_topic_of_the_start_is_kept_for_ever_and_only_weights_is_compacted() -> None:
+def test_every_topic_of_the_start_is_kept_for_ever_and_weights_and_tables_are_compacted() -> None:
     specs = {spec.name: spec for spec in Topics("r").specs()}
     assert all(spec.config["retention.ms"] == "-1" for spec in specs.values())
     assert all(spec.config["max.message.bytes"] == str(RECORD_BYTES_MAX) for spec in specs.values())
     assert [name for name, spec in specs.items() if spec.config.get("cleanup.policy") == "compact"] == [
-        "dora.r.weights"
+        "dora.r.weights",
+        "dora.r.tables",
     ]
 
 
