@@ -89,9 +89,14 @@ def ended(folder: Path, count: int) -> Live:
     return run
 
 
+def ascending(offsets: list[int]) -> None:
+    """Each once and in order; other offsets of the topic are no records."""
+    assert offsets == sorted(set(offsets))
+
+
 def in_lines(out: Path) -> Written:
     rows = [json.loads(line) for line in (out / "r.jsonl").read_text().splitlines()]
-    assert [row["offset"] for row in rows] == list(range(len(rows)))
+    ascending([row["offset"] for row in rows])
     return [(row["step"], row["values"]) for row in rows]
 
 
@@ -102,12 +107,13 @@ def in_tensorboard(out: Path) -> Written:
 
     (file,) = (out / "r").iterdir()
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(file)).Load()]
-    found: Written = []
+    found, offsets = Written(), list[int]()
     for event in events[1:]:
         values = {value.tag: value.simple_value for value in event.summary.value}
-        (offset,) = (value.tensor.int64_val[0] for value in event.summary.value if value.tag == "dora/offset")
-        assert offset == len(found)
+        offsets += [value.tensor.int64_val[0] for value in event.summary.value if value.tag == "dora/offset"]
         found.append((event.step, {tag: value for tag, value in values.items() if tag != "dora/offset"}))
+    assert len(offsets) == len(found)
+    ascending(offsets)
     return found
 
 
@@ -116,14 +122,16 @@ def in_wandb(out: Path) -> Written:
 
     from pipelines.sinks.wandb_sink import records
 
-    found: Written = []
+    found, offsets = Written(), list[int]()
     for file in sorted(out.glob("wandb/offline-run-*/run-r.wandb")):
         for record in map(Record.FromString, records(file)):
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if values:
-                assert int(values["dora/offset"]) == int(values["_step"]) == len(found)
-                figures = {key: float(value) for key, value in values.items() if key.startswith(("trainer/", "reward"))}
-                found.append((int(values["step"]), figures))
+                assert values["dora/offset"] == values["_step"]
+                offsets.append(int(values["_step"]))
+                own = [key for key in values if "/" in key and key != "dora/offset"]
+                found.append((int(values["step"]), {key: float(values[key]) for key in own}))
+    ascending(offsets)
     return found
 
 
