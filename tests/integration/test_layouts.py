@@ -228,6 +228,28 @@ def test_training_goes_on_in_another_layout(
 
 
 @pytest.mark.full
+def test_a_renewed_reference_is_one_processs_in_every_layout_and_after_a_resume(
+    room: Opens, model: Path, tmp_path: Path
+) -> None:
+    """Renewed at steps 2 and 4, saved between them and taken up in another layout."""
+    training = {"kl_coef": 0.1, "kl_refresh_steps": 2}
+    one = room(2).run(ONE.settings(model, **training), *steps(6))
+    kept = room(2).run(ONE.settings(model, kl_coef=0.1), *steps(6))
+    assert [abs(a["reference_kl"] - b["reference_kl"]) > 1e-3 for a, b in zip(one, kept, strict=True)] == [
+        step >= 2 for step in range(6)
+    ]
+    turned = {"tp2": "pp2", "pp2": "dp2", "dp2": "tp2"}
+    for name, other in turned.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        begun = room(2).run(CASES[name].settings(model, **training), *steps(3), ("save", str(folder)))
+        after = room(2).run(CASES[other].settings(model, **training), ("restore", str(folder)), *steps(3, 3))
+        for said, expected in zip([*begun[:3], *after[1:]], one, strict=True):
+            for figure in ("loss", "grad_norm", "reference_kl"):
+                assert said[figure] == pytest.approx(expected[figure], rel=1e-4, abs=1e-5), (name, figure)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "training",
     [{}, {"loss_level": "sequence", "ratio": "sequence"}, {"decoupled": True, "tis_cap": 1.5} | EVERY_TERM],
