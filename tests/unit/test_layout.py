@@ -50,7 +50,7 @@ def test_the_layout_is_the_product_of_its_sizes() -> None:
         ({"context_parallel_size": 2}, {}, "megatron.context_parallel_size = 2 is not supported"),
         ({"expert_model_parallel_size": 2}, {}, "no model that can be trained has experts"),
         ({"virtual_pipeline_model_parallel_size": 2}, {}, "a rank holds one stage"),
-        ({"sequence_parallel": True}, {}, "megatron.sequence_parallel is not supported"),
+        ({"sequence_parallel": True}, {}, "sequence_parallel = True is not supported, on a CPU or a GPU: norms"),
         ({}, {"data_parallel": 9}, "training.data_parallel = 9, but an optimizer update has 8 trajectories"),
         ({}, {"data_parallel": 5, "updates_per_step": 2}, "has 4 trajectories"),
         ({}, {"data_parallel": 2, "kind": "paced"}, "training.kind = paced has one process"),

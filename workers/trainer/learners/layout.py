@@ -18,13 +18,16 @@ from workers.trainer.packing import MicroBatch
 
 Together = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[MicroBatch]]
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_WHOLE_ROW = "attention over trees of prompts needs a whole row on one rank, so each would count the same tokens"
+_NO_EXPERTS = "no model that can be trained has experts"
 _OTHER_WAYS = {
-    "context_parallel_size": "attention over trees of prompts needs a whole row on one rank",
-    "expert_model_parallel_size": "no model that can be trained has experts",
-    "expert_tensor_parallel_size": "no model that can be trained has experts",
+    "context_parallel_size": _WHOLE_ROW,
+    "hierarchical_context_parallel_sizes": _WHOLE_ROW,
+    "expert_model_parallel_size": _NO_EXPERTS,
+    "expert_tensor_parallel_size": _NO_EXPERTS,
     "virtual_pipeline_model_parallel_size": "a rank holds one stage",
-    "hierarchical_context_parallel_sizes": "attention over trees of prompts needs a whole row on one rank",
 }
+"""What Megatron can and this learner cannot, on a CPU or a GPU (docs/ALGORITHM.md, Layouts), and why."""
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
 
 
@@ -61,12 +64,13 @@ def refuse_impossible(settings: Settings, config: Mapping[str, Any]) -> None:
                 f"training.kind = {settings.training.kind} has one process: leave training.data_parallel out"
             )
         return
-    for key, why in _OTHER_WAYS.items():
-        if given.get(key) not in (None, 1):
-            raise BadInput(f"megatron.{key} = {given[key]!r} is not supported: {why}; leave it out")
+    other = {key: why for key, why in _OTHER_WAYS.items() if given.get(key) not in (None, 1)}
     if given.get("sequence_parallel"):
+        other["sequence_parallel"] = "norms and the choice of the tokens that are predicted work on whole rows"
+    for key, why in other.items():
         raise BadInput(
-            "megatron.sequence_parallel is not supported: norms are torch's own, on whole rows; leave it out"
+            f"megatron.{key} = {given[key]!r} is not supported, on a CPU or a GPU: {why}; leave it out, and cut by "
+            f"megatron.{TENSOR}, megatron.{PIPELINE} or training.data_parallel"
         )
     heads = config.get("num_attention_heads")
     cut = {
