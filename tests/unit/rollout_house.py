@@ -21,14 +21,23 @@ NUMBER = 1
 LIMIT_S = 8.0
 
 
-def settings(seats: int = 4, mode: Literal["dora", "partial"] = "dora", model: str = "none") -> Settings:
+def settings(
+    seats: int = 4, mode: Literal["dora", "partial"] = "dora", model: str = "none", snapshot_tokens: int = 0
+) -> Settings:
     return Settings(
         name="r",
         mode=mode,
         model=model,
         steps=1,
         group_size=2,
-        engines=Engines(kind="paced", count=2, seats=seats, kv_mib=64, tokens_per_request_max=64),
+        engines=Engines(
+            kind="paced",
+            count=2,
+            seats=seats,
+            kv_mib=64,
+            tokens_per_request_max=64,
+            snapshot_tokens=snapshot_tokens,
+        ),
         dataset=(Dataset(path="none.jsonl"),),
     )
 
@@ -43,9 +52,11 @@ class House:
         seats: int = 4,
         mode: Literal["dora", "partial"] = "dora",
         model: str = "none",
+        *,
+        snapshot_tokens: int = 0,
     ) -> None:
         self.bus = MemoryBus()
-        self.process = Process("rollout-1", settings(seats, mode, model), tmp_path)
+        self.process = Process("rollout-1", settings(seats, mode, model, snapshot_tokens), tmp_path)
         self.topics = self.process.topics
         self.bus.make_topics(self.topics.specs())
         self.engine = engine or PacedEngine(self.process.settings, pace=0)

@@ -166,3 +166,27 @@ def test_an_engine_without_requests_does_not_wait_for_a_version_to_be_prepared(t
     house.swap(1)
     house.until(lambda: len(house.of(m.Hosting)) == 2)
     assert engine.version == 1
+
+
+def test_of_a_running_request_no_more_than_its_snapshot_tokens_are_lost_with_its_engine(tmp_path: Path) -> None:
+    """Three snapshots of 30 tokens; what goes on from the last is what the request would have been."""
+    house = hosting_0(House(tmp_path, snapshot_tokens=8))
+    whole = house.issue(1, 0, 0, max_new_tokens=30)
+    house.issue(1, 1, 0, max_new_tokens=8)
+    house.until(lambda: len(house.of(dict)) == 2)
+    row = max(house.of(dict), key=lambda one: len(one["response_ids"]))
+    snapshots = house.of(m.PartialRecord)
+    assert {(one.reason, one.group, one.index, one.attempt, one.kv) for one in snapshots} == {
+        ("snapshot", *whole, None)
+    }
+    assert [len(one.response_ids) for one in snapshots] == [8, 16, 24]
+    for one in snapshots:
+        assert list(one.response_ids) == row["response_ids"][: len(one.response_ids)]
+        assert list(one.logprobs) == pytest.approx(row["logprobs"][: len(one.logprobs)])
+        assert [stay.tokens for stay in one.engine_path] == [len(one.response_ids)]
+    names = ("response_ids", "logprobs", "loss_mask", "engine_path", "started_at")
+    carried = {name: getattr(snapshots[-1], name) for name in names}
+    house.issue(1, 0, 0, attempt=1, max_new_tokens=30, **carried)
+    house.until(lambda: len(house.of(dict)) == 3)
+    assert house.of(dict)[-1]["response_ids"] == row["response_ids"]
+    assert len(house.of(m.PartialRecord)) == 3, "six more tokens"

@@ -24,7 +24,7 @@ class Place:
 @dataclass(slots=True)
 class Running:
     """`ids` and `logprobs`: this stay's tokens, one log-prob each. `kept`: one each where top-p or top-k truncate.
-    `prefill`: what the first of them took."""
+    `prefill`: what the first of them took. `snapshot`: how many of them are in `partials`."""
 
     request: RequestRecord
     started_at: int
@@ -32,6 +32,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     prefill: Prefill | None = None
+    snapshot: int = 0
 
     @property
     def key(self) -> RequestKey:

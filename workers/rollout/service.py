@@ -2,6 +2,7 @@
 
     control ------> commands (in order) --Swap--> [moved partials, flush, load] -> Hosting
     requests.vN --> waiting --seat free--> running --step--> completions, then Finished
+                                             |--so many tokens--> partials (snapshot)
                                              `--Stop--> partials (keep) or nothing
 
 Rule 1: words of another incarnation are ignored, and sequences that were seen: a topic read twice changes nothing.
@@ -11,7 +12,9 @@ Rule 3: a Stop may overtake its request (two topics). It is kept until the reque
 swap: by then everything issued before it was read.
 Rule 4: A row that is not valid is never written to `completions`: it is a dead letter, its request has failed.
 Rule 5: `Finished` is said once its row is acknowledged; `Hosting` once the partials of the swap are.
-Rule 6: while requests run, the log is read by the clock, not by the step.
+Rule 6: every `snapshot_tokens` tokens a running request is written to `partials` as it is, for the case that the engine
+dies.
+Rule 7: while requests run, the log is read by the clock, not by the step.
 """
 
 from collections import deque
@@ -67,6 +70,7 @@ class RolloutService:
         self._bus, self._engine, self._number, self._host = bus, engine, number, host
         self._flush_s, self._mixed = process.settings.broker.timeout_s, process.settings.mixes_versions
         self._vocabulary = process.vocabulary
+        self._snapshot_tokens = process.settings.engines.snapshot_tokens
         self._producer, self._reader = bus.producer(), bus.reader()
         self._weights: dict[int, m.WeightsRecord] = {}
         self._commands: deque[m.Swap | m.Stop] = deque()
@@ -257,6 +261,7 @@ class RolloutService:
         one.kept.extend(part.kept or ())
         self._tokens += len(part.ids)
         if part.finish is None:
+            self._keep(one)
             return
         del self._running[part.key]
         request, finish = one.request, _ENDS.get(part.finish)
@@ -288,6 +293,12 @@ class RolloutService:
                 finish_reason=finish,
             )
         )
+
+    def _keep(self, one: Running) -> None:
+        """What others go on from if this engine dies."""
+        if self._snapshot_tokens and len(one.ids) - one.snapshot >= self._snapshot_tokens:
+            one.snapshot = len(one.ids)
+            self._say_partial(one, "snapshot")
 
     # --- saying -------------------------------------------------------------------------------
 
