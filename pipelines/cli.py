@@ -192,15 +192,16 @@ def evaluate(
     run: Run,
     *,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends; keep and publish them.")] = False,
+    every: Annotated[int | None, typer.Option(metavar="K", min=0, help="Held-out rows on each K-th version.")] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Samples of a run counted by version, task, difficulty and lag: now, or for as long as the run goes on."""
+    """A run's samples by version, task, difficulty and lag; with --follow also held-out rows on its versions."""
     with _faults():
         from pipelines import evaluate_command
         from pipelines.runs import find_run
 
-        raise typer.Exit(evaluate_command.show(find_run(run, runs_dir), follow=follow, as_json=as_json))
+        raise typer.Exit(evaluate_command.show(find_run(run, runs_dir), every=every, follow=follow, as_json=as_json))
 
 
 @app.command(epilog='Example: dora tap quickstart-000 --sql "select version, avg(reward) from trajectories group by 1"')

@@ -5,9 +5,11 @@ Rule 2: live, tables are kept in the run's folder with the positions they stand 
 without `--follow` counts anew.
 """
 
+import fcntl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from schemas.settings import Settings
 from schemas.tables import Table
 from schemas.topics import Topics
 from workers.runtime import clock
+from workers.runtime.errors import BadInput
 from workers.taps import tables as running
 from workers.taps.tables import Tables
 from workers.transport.records.bus import BusUnavailable, publish
@@ -111,6 +114,55 @@ class Follow:
             with suppress(BusUnavailable):  # later; and a run that has ended has its archive
                 _publish(self._settings, broker, cells, self.open_bus)
                 self.tables.note_said(cells)
+
+
+def watch(
+    run_dir: Path,
+    every: int | None,
+    on_tables: Callable[[Sequence[Table]], None],
+    stopping: threading.Event,
+    open_bus: OpenBus = tap_source.kafka,
+) -> list[str]:
+    """Tables, and held-out rows on every `every`-th version (0: none; None: 1 if the run has held-out rows), until the
+    run has ended or `stopping`. What could not be had, in sentences. BadInput, BusUnavailable."""
+    if every is None:
+        every = int(any(dataset.purpose == "eval" for dataset in read_resolved(run_dir).dataset))
+    with alone(run_dir), ThreadPoolExecutor(1) as threads:
+        heldout = None
+        if every:
+            from pipelines.heldout import HeldOut
+
+            heldout = HeldOut(run_dir, every, stopping, open_bus)
+        tables = threads.submit(_tables, run_dir, on_tables, stopping, open_bus)
+        if heldout is None:
+            return tables.result()
+        tables.add_done_callback(lambda done: stopping.set() if done.exception() else None)
+        try:
+            heldout.run()
+        except BaseException:
+            stopping.set()
+            raise
+        return [*tables.result(), *heldout.missing()]
+
+
+def _tables(
+    run_dir: Path, on_tables: Callable[[Sequence[Table]], None], stopping: threading.Event, open_bus: OpenBus
+) -> list[str]:
+    """In a thread of their own: an engine has the main one."""
+    following = Follow(run_dir, on_tables, stopping, open_bus)
+    following.run()
+    return following.damage
+
+
+@contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Of two evaluators of one run the second is refused. BadInput."""
+    with (run_dir / "evaluator.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"another `dora eval --follow` works on {run_dir}: end it first") from None
+        yield
 
 
 def _publish(settings: Settings, broker: str, cells: Sequence[Table], open_bus: OpenBus) -> None:

@@ -1,24 +1,36 @@
 """`dora eval` for people and programs: what it prints, and how it ends."""
 
 import json
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelines import pictures
 from pipelines.archived import complain
 from pipelines.case_study import shown
-from pipelines.evaluate import Follow, tables_of
-from pipelines.pictures import grid
+from pipelines.evaluate import tables_of, watch
 from schemas.tables import Cell, Learned, Table
+from workers.runtime.errors import BadInput
+from workers.runtime.log import to_stderr
 from workers.runtime.process import on_stop_signals
+from workers.taps import evaluate
+
+_TITLES = {
+    "heldout": "held-out accuracy by version",
+    "cells": "training samples by version, task, difficulty (share of a group that is correct) and lag",
+    "learned": "what the gradient made of them, by version and lag",
+}
 
 
-def show(run_dir: Path, *, follow: bool, as_json: bool) -> int:
+def show(run_dir: Path, *, every: int | None, follow: bool, as_json: bool) -> int:
     """Do it and print; the exit code. BadInput, BusUnavailable."""
+    damage: list[str] = []
     if not follow:
-        damage: list[str] = []
-        _print(tables_of(run_dir, damage), as_json=as_json)
+        if every is not None:
+            raise BadInput("--every: only `--follow` samples; without it what was sampled is shown")
+        _print(run_dir, tables_of(run_dir, damage), damage, as_json=as_json)
         complain(damage)
         return 0
     stopping, signals = threading.Event(), list[int]()
@@ -28,35 +40,42 @@ def show(run_dir: Path, *, follow: bool, as_json: bool) -> int:
         stopping.set()
 
     on_stop_signals(stop)
-    following = Follow(run_dir, lambda tables: _print(tables, as_json=as_json), stopping)
-    following.run()
-    complain(following.damage)
+    to_stderr()
+    for sentence in watch(run_dir, every, lambda now: _print(run_dir, now, damage, as_json=as_json), stopping):
+        print(f"dora: {sentence}", file=sys.stderr)
+    _print(run_dir, tables_of(run_dir, damage) if not signals else [], damage, as_json=as_json)
+    complain(damage)
     return 130 if signals else 0
 
 
-def _print(tables: Sequence[Table], *, as_json: bool) -> None:
-    print(json.dumps(as_dict(tables)) if as_json else as_text(tables), flush=True)
+def _print(run_dir: Path, tables: Sequence[Table], damage: list[str], *, as_json: bool) -> None:
+    found = as_dict(tables, evaluate.heldout(run_dir, damage), evaluate.fingerprints(run_dir, damage))
+    print(json.dumps(found) if as_json else as_text(found), flush=True)
 
 
-def as_dict(tables: Sequence[Table]) -> dict[str, Any]:
-    """What `--json` prints: rows of both tables."""
-    return {
-        name: [one.model_dump(mode="json", exclude={"kind", "run"}) for one in tables if isinstance(one, of)]
-        for name, of in (("cells", Cell), ("learned", Learned))
-    }
+def as_dict(
+    tables: Sequence[Table],
+    heldout: Mapping[int, Mapping[str, evaluate.Accuracy]],
+    fingerprints: Mapping[int, str],
+) -> dict[str, Any]:
+    """What `--json` prints: rows of each table."""
+    curve = [
+        {"version": version, "of": tag, "mean": one.mean, "samples": one.rows, "errors": one.errors}
+        | {"fingerprint": fingerprints.get(version, "")}
+        for version, of in heldout.items()
+        for tag, one in of.items()
+    ]
+    found = {"heldout": curve}
+    for name, kind in (("cells", Cell), ("learned", Learned)):
+        found[name] = [one.model_dump(mode="json", exclude={"kind", "run"}) for one in tables if isinstance(one, kind)]
+    return found
 
 
-_TITLES = {
-    "cells": "training samples by version, task, difficulty (share of a group that is correct) and lag",
-    "learned": "what the gradient made of them, by version and lag",
-}
-
-
-def as_text(tables: Sequence[Table]) -> str:
+def as_text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """For people."""
     parts = []
-    for name, rows in as_dict(tables).items():
+    for name, rows in found.items():
         if rows:
-            cells = [list(rows[0]), *([shown(cell) for cell in row.values()] for row in rows)]
-            parts += [f"{_TITLES[name]}:", *(f"  {line}" for line in grid(cells)), ""]
+            cells = [list(rows[0]), *([shown(cell)[:24] for cell in row.values()] for row in rows)]
+            parts += [f"{_TITLES[name]}:", *(f"  {line}" for line in pictures.grid(cells)), ""]
     return "\n".join(parts).rstrip() or "no scored samples yet"

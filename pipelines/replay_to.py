@@ -30,7 +30,7 @@ from schemas import arrow
 from schemas.codec import arrow_headers, headers_of_topic
 from schemas.messages import STATUS, BatchRecord, Scored
 from schemas.settings import Settings
-from schemas.topics import KINDS, Topics, TopicSpec, version_key
+from schemas.topics import EVALUATOR_PARTITION, KINDS, Topics, TopicSpec, version_key
 from workers.runtime import clock
 from workers.runtime.errors import BadInput
 from workers.taps.archive import UNREADABLE
@@ -162,7 +162,9 @@ def _read(run_dir: Path, chosen: Range, again: Again, open_bus: tap_source.OpenB
 
 
 def _rows(kind: str, place: tuple[str, int], table: pa.Table, wanted: Callable[..., bool]) -> Iterator[Said]:
-    """Rows of one partition of token rows -> its records that are wanted."""
+    """Rows of one partition of token rows -> its records that are wanted (an evaluator's lay on no topic)."""
+    if place[1] == EVALUATOR_PARTITION:
+        return
     schema = _schema_of(kind)
     held: dict[int, list[dict[str, Any]]] = {}
     for offset, row in zip(table.column("offset").to_pylist(), arrow.to_rows(table.select(schema.names)), strict=True):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 VERSION_DIGITS = 6
 SCORE_PARTITIONS = 4
 """Partitions of completions, trajectories and evaluations: as many scorers can share the work."""
+EVALUATOR_PARTITION = 1000
+"""Of `evaluations`, in the archive alone: what `dora eval --follow` sampled beside the run."""
 RECORD_BYTES_MAX = 32 << 20
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 

@@ -69,6 +69,7 @@ class Facts:
     study: Mapping[str, Any]
     rewards: Mapping[int, float]
     heldout: Mapping[int, Mapping[str, evaluate.Accuracy]]
+    fingerprints: Mapping[int, str]
     lags: Mapping[int, Mapping[int, int]]
     stays: list[Stay]
     published: Mapping[int, float]
@@ -101,6 +102,7 @@ def gather(settings: Settings, run_dir: Path, damage: list[str]) -> Facts:
         study=case_study.case_study(run_dir, damage),
         rewards={step: tally.rewards[step] for step in sorted(tally.rewards) if step in tally.trained_steps},
         heldout=evaluate.heldout(run_dir, damage),
+        fingerprints=evaluate.fingerprints(run_dir, damage),
         lags={step: tally.lag_of(step) for step in sorted(tally.trained_steps)},
         stays=story.ended(),
         published=story.published,

@@ -151,11 +151,18 @@ def _heldout(facts: Facts) -> str:
         for tag in tags
     }
     rows = [
-        [f"version {version}", tag, pictures.percent(one.mean), f"{one.rows:,}", f"{one.errors:,}"]
+        [
+            f"version {version}",
+            tag,
+            pictures.percent(one.mean),
+            f"{one.rows:,}",
+            f"{one.errors:,}",
+            facts.fingerprints.get(version, "")[:16],
+        ]
         for version, of in found.items()
         for tag, one in of.items()
     ]
-    table = _table(["", "rows", "accuracy", "samples", "without a verdict"], rows)
+    table = _table(["", "rows", "accuracy", "samples", "without a verdict", "weights"], rows)
     return charts.lines("accuracy on held-out rows", series, "version", low=0.0) + table
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.taps.archive import read
+from workers.taps.archive import files, read
 
 ALL = "all"
 _COLUMNS = ["version", "group", "index", "attempt", "outcome", "score_error", "metadata"]
@@ -42,11 +42,22 @@ def heldout(run_dir: Path, damage: list[str] | None = None) -> dict[int, dict[st
     return by_version(read(run_dir, "evaluations", damage).select(_COLUMNS).to_pylist())
 
 
+def fingerprints(run_dir: Path, damage: list[str] | None = None) -> dict[int, str]:
+    """Version -> fingerprint of the weights that its held-out rows were sampled with, as the engines said; of engines
+    that do not agree all. BadInput, as `archive.files`."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for _, _, table in files(run_dir, "evaluations", ("version", "engine_path", "offset"), damage):
+        paths = table.column("engine_path").to_pylist()
+        for version, path in zip(table.column("version").to_pylist(), paths, strict=True):
+            found[version] |= {stay["fingerprint"] for stay in path}
+    return {version: ", ".join(sorted(of)) for version, of in sorted(found.items())}
+
+
 def by_version(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Accuracy]]:
     """As `heldout`, of rows of `evaluations`."""
-    samples: dict[tuple[int, int], Mapping[str, Any]] = {}
+    samples: dict[tuple[int, int, int], Mapping[str, Any]] = {}
     for row in rows:
-        key = row["group"], row["index"]
+        key = row["version"], row["group"], row["index"]
         if key not in samples or row["attempt"] >= samples[key]["attempt"]:
             samples[key] = row
     tallies: dict[int, dict[str, _Tally]] = defaultdict(lambda: defaultdict(_Tally))
