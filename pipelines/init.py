@@ -81,13 +81,13 @@ def _rows() -> str:
 
 def config_text(name: str = "my_run.toml") -> str:
     """The whole configuration as TOML with comments."""
-    plain = [(key, field) for key, field in Settings.model_fields.items() if _section(field) is None]
+    plain = [(key, field) for key, field in Settings.model_fields.items() if section_of(field) is None]
     lines = [*_HEAD.format(name=name).splitlines()]
     for key, field in plain:
         if key not in PASSED_THROUGH:
             lines += ["", *_key("", key, field)]
     for key, field in Settings.model_fields.items():
-        section = _section(field)
+        section = section_of(field)
         if section is not None:
             lines += ["", *_table(key, section, many=key == "dataset")]
     for key in PASSED_THROUGH:
@@ -101,7 +101,7 @@ def _table(name: str, section: type[Section], *, many: bool) -> Iterator[str]:
     yield f"[[{name}]]" if many else f"[{name}]"
     below = []
     for key, field in section.model_fields.items():
-        inner = _section(field)
+        inner = section_of(field)
         if inner is None:
             yield from _key(f"{name}.", key, field)
         else:
@@ -112,7 +112,7 @@ def _table(name: str, section: type[Section], *, many: bool) -> Iterator[str]:
 
 
 def _key(prefix: str, key: str, field: FieldInfo) -> Iterator[str]:
-    said = " ".join(part for part in (field.description or "", _bounds(field)) if part)
+    said = " ".join(part for part in (field.description or "", bounds_of(field)) if part)
     if said:
         yield from _comment(said)
     given = prefix + key in _GIVEN
@@ -126,7 +126,7 @@ def _comment(text: str) -> Iterator[str]:
         yield from textwrap.wrap(line.strip(), COMMENT_CHARACTERS_MAX, initial_indent="## ", subsequent_indent="## ")
 
 
-def _bounds(field: FieldInfo) -> str:
+def bounds_of(field: FieldInfo) -> str:
     """`(one of a, b)`, `(at least 1, below 2)`."""
     if get_origin(field.annotation) is Literal:
         return f"({' | '.join(map(str, get_args(field.annotation)))})"
@@ -136,6 +136,6 @@ def _bounds(field: FieldInfo) -> str:
     return f"({', '.join(said)})" if said else ""
 
 
-def _section(field: FieldInfo) -> type[Section] | None:
+def section_of(field: FieldInfo) -> type[Section] | None:
     kinds = [field.annotation, *get_args(field.annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
