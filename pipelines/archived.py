@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.codec import BadRecord, decode_of_topic, headers_of_topic
+from schemas.codec import BadRecord, decode_of_topic, headers_of_topic, is_ours
 from workers.runtime.errors import BadInput
 from workers.taps import archive
 
 SAID_MAX = 10
-_OURS = (b'"run"', b'"kind"')
-"""Each of our messages has one of these."""
 
 
 def messages(run_dir: Path, kind: str, damage: list[str]) -> Iterator[dict[str, Any]]:
@@ -23,7 +21,7 @@ def messages(run_dir: Path, kind: str, damage: list[str]) -> Iterator[dict[str, 
     for topic, partition, table in archive.files(run_dir, kind, ("offset", "value"), damage):
         for offset, text in zip(table.column("offset").to_pylist(), table.column("value").to_pylist(), strict=True):
             value = text.encode()
-            if not any(name in value for name in _OURS):
+            if not is_ours(value):
                 continue
             try:
                 yield decode_of_topic(kind, value, headers).model_dump(mode="json")

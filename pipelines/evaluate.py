@@ -41,6 +41,7 @@ def tables_of(run_dir: Path, damage: list[str], open_bus: OpenBus = tap_source.k
         for piece in source.pieces():
             _take(tables, feed, piece)
         damage += source.damage
+    damage += tables.unreadable
     return tables.now()
 
 
@@ -101,6 +102,7 @@ class Follow:
         """A last word."""
         for source in self._sources.values():
             self.damage += source.damage
+        self.damage += self.tables.unreadable
         self._say()
         self.tables.close()
 

@@ -134,6 +134,12 @@ _OF_TOPIC: dict[str, Any] = {
 }
 
 
+def is_ours(value: bytes) -> bool:
+    """A JSON record that claims to be of a run; strangers may write to a topic too. Each of our messages names its run,
+    or its kind."""
+    return b'"run"' in value or b'"kind"' in value
+
+
 def schema_of_topic(topic_kind: str) -> tuple[str, int]:
     """Name and number of the schema of a kind of topic's records."""
     name = _READERS[_OF_TOPIC[topic_kind]][0] if topic_kind in _OF_TOPIC else "trajectory"

@@ -24,6 +24,7 @@ STRICT = (["replay", "--group", "0"], ["replay", "--decisions"])
 SHOWING = (
     ["report"],
     ["report", "--html", "page.html"],
+    ["eval"],
     ["tap"],
     ["tap", "trajectories"],
     ["tap", "--sql", "select count(*) from trajectories"],
@@ -165,6 +166,10 @@ def test_a_record_that_lacks_a_field_is_named_and_the_rest_is_told(run_dir: Path
         done = dora("report", str(run_dir), *arguments)
         _refused(done, f"archive/{kind}: record 0:{rows[place]['offset']} cannot be read", field)
         assert "run r:" in done.stdout
+    if kind == "batches":
+        done = dora("eval", str(run_dir))
+        _refused(done, f"record batches 0:{rows[place]['offset']} cannot be read", field)
+        assert "training samples by version" in done.stdout
     damage: list[str] = []
     assert len(list(messages(run_dir, kind, damage))) == len(rows) - 1
 
@@ -199,6 +204,8 @@ def test_python_code_gets_the_rest_and_then_the_error(run_dir: Path) -> None:
         (["report", "q"], "no run 'q'"),
         (["replay", "q", "--step", "0"], "no run 'q'"),
         (["tap", "q"], "no run 'q'"),
+        (["eval", "q"], "no run 'q'"),
+        (["eval", "r", "--every", "2"], "--every: only"),
         (["export", "q", "somewhere"], "no run 'q'"),
         (["status", "q"], "no run 'q'"),
         (["replay", "r", "--step", "7"], "has no trained step 7"),

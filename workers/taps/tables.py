@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.codec import BadRecord, decode_of_topic, headers_of_topic
+from schemas.codec import BadRecord, decode_of_topic, headers_of_topic, is_ours
 from schemas.messages import BatchRecord, WeightsRecord
 from schemas.tables import OPEN, Cell, Learned, Table, stratum
 from workers.runtime.errors import BadInput
@@ -77,6 +77,8 @@ class Tables:
 
     def __init__(self, run: str, group_size: int, file: Path | None = None) -> None:
         self._run, self._group_size = run, group_size
+        self.unreadable: list[str] = []
+        """Records that were left out, a sentence each."""
         try:
             self._db = sqlite3.connect(file or ":memory:", isolation_level=None)
             self._db.executescript(_SCHEMA)
@@ -97,19 +99,23 @@ class Tables:
             if feed == "trajectories":
                 self._db.executemany(_SAMPLE, _samples(rows))
             else:
-                for text in rows.column("value").to_pylist():
-                    self._take_record(feed, text)
+                for offset, text in zip(
+                    rows.column("offset").to_pylist(), rows.column("value").to_pylist(), strict=True
+                ):
+                    self._take_record(feed, f"{place[0]} {place[1]}:{offset}", text.encode())
             self._db.execute("insert or replace into positions values (?, ?, ?, ?, ?)", (feed, *place, *end))
             self._db.execute("commit")
         except BaseException:
             self._db.execute("rollback")
             raise
 
-    def _take_record(self, feed: str, text: str) -> None:
+    def _take_record(self, feed: str, where: str, value: bytes) -> None:
         try:
-            record = decode_of_topic(feed, text.encode(), headers_of_topic(feed, None))
-        except BadRecord:
-            return  # nor could the trainer, or whoever reads it, do anything with it
+            record = decode_of_topic(feed, value, headers_of_topic(feed, None))
+        except BadRecord as error:  # nor could whoever else reads it do anything with it
+            if is_ours(value):
+                self.unreadable.append(f"record {where} cannot be read ({error}): it was left out")
+            return
         match record:
             case BatchRecord():
                 lags = [(group, record.step - version) for group, version in record.groups]
