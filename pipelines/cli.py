@@ -168,23 +168,10 @@ def report(
 ) -> None:
     """What a run did, from its archive: the summary, and whether stale groups were worse or only others."""
     with _faults():
-        from pipelines import archived, case_study
-        from pipelines import report as reports
-        from pipelines.config_file import read_resolved
+        from pipelines import report_command
         from pipelines.runs import find_run
 
-        folder, damage = find_run(run, runs_dir), list[str]()
-        if html is not None:
-            from pipelines.report_page import page
-
-            page.write(read_resolved(folder), folder, html, damage)
-        made = reports.summarise(read_resolved(folder), folder, damage)
-        study = case_study.case_study(folder, damage)
-        if as_json:
-            print(json.dumps({"summary": made.model_dump(mode="json"), "case_study": study}))
-        else:
-            print(f"{reports.as_text(made)}\n{case_study.as_text(study)}")
-        archived.complain(damage)
+        report_command.show(find_run(run, runs_dir), html, as_json=as_json)
 
 
 @app.command("eval", epilog="Example: dora eval quickstart-000 --follow")
@@ -235,7 +222,7 @@ def tap(
         raise typer.Exit(130 if stopping.is_set() else 0)
 
 
-@app.command(epilog="Example: dora metrics quickstart-000 tensorboard board --follow && tensorboard --logdir board")
+@app.command(epilog="Example: dora metrics quickstart-000 tensorboard board --follow")
 def metrics(
     run: Run,
     sink: Annotated[str, typer.Argument(metavar="SINK", help="jsonl, tensorboard, wandb, mlflow.")],

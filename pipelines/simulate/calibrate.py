@@ -155,14 +155,11 @@ def _score_s(rows: pa.Table) -> float:
 
 
 def _table(run_dir: Path, topic: str, columns: Sequence[str]) -> pa.Table:
-    tables = [table for _, _, table in archive.files(run_dir, topic)]
+    """These columns; BadInput if a file lacks one, or there are no rows."""
+    tables = [table for _, _, table in archive.files(run_dir, topic, (*columns, "offset"))]
     if not any(table.num_rows for table in tables):
         raise BadInput(f"{run_dir}: its archive has no rows of {topic}")
-    for table in tables:
-        missing = [name for name in columns if name not in table.column_names]
-        if missing:
-            raise BadInput(f"{run_dir}: archive/{topic} lacks the column(s) {', '.join(missing)}")
-    return pa.concat_tables(table.select(list(columns)) for table in tables)
+    return pa.concat_tables(tables)
 
 
 def _said(run_dir: Path, topic: str) -> list[tuple[float, dict[str, Any]]]:
