@@ -60,14 +60,14 @@ def calibrate(run_dir: Path) -> tuple[CostModel, Work]:
     both = [line(some if len(some) >= PAIRS_MIN else pairs) for some in (idle, busy)]
     spans = [ended - began for began, ended, _ in trained]
     train_s = fmean(seconds for _, _, seconds in trained)
-    loads = [word["load_s"] for _, word in status if word.get("kind") == "hosting"]
+    evaluated = _if_there(run_dir, "evaluations", ROWS)
     cost = CostModel(
         t0_s=both[0][0],
         t1_s=both[0][1],
         t0_busy_s=both[1][0],
         t1_busy_s=both[1][1],
-        prefill_tokens_per_s=_prefill(status, rows),
-        load_s=fmean(loads) if loads else 0.0,
+        prefill_tokens_per_s=_prefill(status, [rows, *evaluated]),
+        load_s=_load_s(status),
         publish_s=max(0.0, fmean(spans) - train_s),
         train_s=train_s,
         score_s=_score_s(rows),
@@ -132,19 +132,28 @@ def _trained(
     return trained
 
 
-def _prefill(status: Iterable[tuple[float, dict[str, Any]]], rows: pa.Table) -> float:
+def _load_s(status: Iterable[tuple[float, dict[str, Any]]]) -> float:
+    """Of versions after 0, if there are any: an engine that starts loads with nothing prepared."""
+    loads = [(word["version"], word["load_s"]) for _, word in status if word.get("kind") == "hosting"]
+    later = [seconds for version, seconds in loads if version > 0]
+    return fmean(later or [seconds for _, seconds in loads] or [0.0])
+
+
+def _prefill(status: Iterable[tuple[float, dict[str, Any]]], tables: Iterable[pa.Table]) -> float:
+    """Tokens per second. `tables`: all rows of the engines, evaluation too, for the seconds are of all of them."""
     last: dict[tuple[int, int], float] = {}
     for _, word in status:
         if word.get("kind") == "heartbeat":
             last[word["engine"], word["incarnation"]] = word["prefill_s"]
     seen, tokens = set(), 0
-    columns = (rows.column(name).to_pylist() for name in ("group", "prompt_ids", "engine_path"))
-    for group, ids, path in zip(*columns, strict=True):
-        for stay in path:
-            tokens += stay["kv_recomputed"]
-            if (group, stay["engine"]) not in seen:
-                seen.add((group, stay["engine"]))
-                tokens += len(ids)
+    for table in tables:
+        columns = (table.column(name).to_pylist() for name in ("group", "prompt_ids", "engine_path"))
+        for group, ids, path in zip(*columns, strict=True):
+            for stay in path:
+                tokens += stay["kv_recomputed"]
+                if (group, stay["engine"]) not in seen:
+                    seen.add((group, stay["engine"]))
+                    tokens += len(ids)
     seconds = sum(last.values())
     return tokens / seconds if seconds > 0 else 1e6
 
@@ -155,11 +164,16 @@ def _score_s(rows: pa.Table) -> float:
 
 
 def _table(run_dir: Path, topic: str, columns: Sequence[str]) -> pa.Table:
-    """These columns; BadInput if a file lacks one, or there are no rows."""
-    tables = [table for _, _, table in archive.files(run_dir, topic, (*columns, "offset"))]
+    """These columns. BadInput if a file lacks one, or there are no rows."""
+    tables = _if_there(run_dir, topic, columns)
     if not any(table.num_rows for table in tables):
         raise BadInput(f"{run_dir}: its archive has no rows of {topic}")
     return pa.concat_tables(tables)
+
+
+def _if_there(run_dir: Path, topic: str, columns: Sequence[str]) -> list[pa.Table]:
+    """Only these columns. BadInput if a file lacks one."""
+    return [table for _, _, table in archive.files(run_dir, topic, (*columns, "offset"))]
 
 
 def _said(run_dir: Path, topic: str) -> list[tuple[float, dict[str, Any]]]:

@@ -31,18 +31,23 @@ def _text_file(run_dir: Path, kind: str, words: list[WORD]) -> None:
     archive.write_file(run_dir / "archive" / kind / f"0.{0:020d}.arrow", table)
 
 
-def _rows(run_dir: Path, without: str = "") -> None:
+def _rows(run_dir: Path, without: str = "", topic: str = "trajectories", first: int = 0) -> None:
     rows = []
     for group, tokens in enumerate((4, 4, 9)):
-        row = a_row(group, 0) | {"scored_at": 3_500_000, "reward": 1.0, "outcome": 1.0, "prompt_row": group // 2}
+        row = a_row(first + group, 0) | {
+            "scored_at": 3_500_000,
+            "reward": 1.0,
+            "outcome": 1.0,
+            "prompt_row": group // 2,
+        }
         for name, value in (("response_ids", 7), ("logprobs", -0.5), ("loss_mask", True)):
             row[name] = [value] * tokens
         row["engine_path"][0]["tokens"] = tokens
         rows.append(row | {"partition": 0, "offset": group})
-    table = pa.Table.from_pylist(rows, schema=archive._TOKEN_SCHEMAS["trajectories"])
+    table = pa.Table.from_pylist(rows, schema=archive._TOKEN_SCHEMAS[topic])
     if without:
         table = table.drop_columns([without])
-    archive.write_file(run_dir / "archive/trajectories" / f"0.{0:020d}.arrow", table)
+    archive.write_file(run_dir / "archive" / topic / f"0.{0:020d}.arrow", table)
 
 
 def _beats(engine: int, at: float, running: tuple[int, ...], t0_s: float, t1_s: float) -> list[WORD]:
@@ -90,6 +95,25 @@ def test_each_figure_is_what_the_run_took(tmp_path: Path) -> None:
     assert cost.prefill_tokens_per_s == pytest.approx(9 / 0.2)
     assert work.lengths == Empirical(((4, 4), (9,)))
     assert (work.prompt, work.kv_tokens) == (3, 800)
+
+
+def test_what_was_evaluated_was_prefilled_too(tmp_path: Path) -> None:
+    run_dir = _write(tmp_path)
+    _rows(run_dir, topic="evaluations", first=3)
+    cost, work = calibrate(run_dir)
+    assert cost.prefill_tokens_per_s == pytest.approx(18 / 0.2)
+    assert work.lengths == Empirical(((4, 4), (9,)))
+
+
+def test_the_first_load_of_an_engine_is_not_what_a_swap_takes(tmp_path: Path) -> None:
+    run_dir = _write(tmp_path)
+    limits = {"seats": 8, "kv_tokens_max": 900, "tokens_per_request_max": 100}
+    words: list[WORD] = [(0.0, m.Joined(engine=0, incarnation=1, host="h", **limits))]
+    for version, seconds in ((0, 9.0), (1, 0.5)):
+        hosting = m.Hosting(engine=0, incarnation=1, version=version, fingerprint="f", load_s=seconds)
+        words.append((1.0 + version, hosting))
+    _text_file(run_dir, "status", [*words, *_beats(0, 10.0, (2, 2, 2, 2, 5, 5, 5), 0.02, 0.001)])
+    assert calibrate(run_dir)[0].load_s == pytest.approx(0.5)
 
 
 def test_one_number_of_requests_gives_no_slope_and_a_slope_is_never_negative() -> None:
