@@ -16,6 +16,7 @@ from tests.simulation.world import World
 BASE = int(os.environ.get("DORA_SEED", "0"))
 COUNT = int(os.environ.get("DORA_SEEDS", "200"))
 SHARES = 8
+pytestmark = pytest.mark.timeout(300 + COUNT)
 
 
 @pytest.mark.parametrize("share", range(SHARES))
