@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ import pytest
 from workers.runtime import clock
 from workers.transport.kv import shared_memory
 from workers.transport.kv.handoff import LEASE_US, SECOND_US, Header, Kind, State, Unusable, prefix_hash
-from workers.transport.kv.shared_memory import CHECK_BYTES, CLAIMED, HEAD_BYTES, OFFERED, SharedMemory, folder_of
+from workers.transport.kv.shared_memory import (
+    CHECK_BYTES,
+    CLAIMED,
+    HEAD_BYTES,
+    OFFERED,
+    VIEWS_MAX,
+    SharedMemory,
+    folder_of,
+)
 
 DATA = os.urandom(CHECK_BYTES + 1000)
 HEADER = Header(
@@ -41,13 +50,12 @@ def other(folder: Path, owner: SharedMemory) -> SharedMemory:
     return SharedMemory(folder, 2, clock.now_us())
 
 
-def _fill(into: memoryview) -> None:
-    into[:] = DATA
+PARTS = [[memoryview(DATA)[:1000], memoryview(DATA)[1000:1001]], [], [memoryview(DATA)[1001:]]]
 
 
 def _offer(owner: SharedMemory, group: int = 7) -> str:
     name = owner.name(group, 0, 0)
-    shared_memory.write(owner.path(name), HEADER, _fill)
+    shared_memory.write(owner.path(name), HEADER, PARTS)
     return name
 
 
@@ -64,20 +72,20 @@ def test_what_is_offered_is_claimed_read_and_released(owner: SharedMemory, other
     assert owner.state(name) is State.CLAIMED
     header = shared_memory.read_header(path)
     assert (header.kind, header.tokens, header.prefix) == (HEADER.kind, 3, HEADER.prefix)
-    assert bytes(shared_memory.blocks_of(path)) == DATA
+    found = bytearray(len(DATA))
+    shared_memory.read(path, 0, [memoryview(found)])
+    assert found == DATA
     other.release(path)
     assert owner.state(name) is State.RELEASED
 
 
-def test_blocks_stay_readable_after_the_file_is_gone_and_writing_to_them_changes_no_file(
-    owner: SharedMemory, other: SharedMemory
-) -> None:
+def test_any_bytes_of_the_blocks_are_read_into_many_places(owner: SharedMemory, other: SharedMemory) -> None:
     path = other.claim(owner.location(_offer(owner)))
-    blocks, again = shared_memory.blocks_of(path), shared_memory.blocks_of(path)
-    blocks[0] = blocks[0] ^ 1
-    assert bytes(again) == DATA
-    other.release(path)
-    assert bytes(again) == DATA
+    found = bytearray(2 * VIEWS_MAX + 1)
+    shared_memory.read(path, 17, [memoryview(found)[place : place + 1] for place in range(len(found))])
+    assert found == DATA[17 : 17 + len(found)]
+    with pytest.raises(OSError, match="fewer than 2 bytes"):
+        shared_memory.read(path, len(DATA) - 1, [memoryview(found)[:2]])
 
 
 def test_kv_that_a_receiver_claimed_before_it_died_can_be_claimed_by_the_next(
@@ -127,12 +135,12 @@ def test_a_claimed_file_that_was_deleted_meanwhile_is_gone(owner: SharedMemory) 
 
 
 def test_a_write_that_fails_leaves_nothing(owner: SharedMemory, folder: Path) -> None:
-    def fails(into: memoryview) -> None:
-        into[0] = 1
+    def fails() -> Iterator[list[memoryview]]:
+        yield PARTS[0]
         raise RuntimeError("no copy")
 
     with pytest.raises(RuntimeError, match="no copy"):
-        shared_memory.write(owner.path("1.0.0.0"), HEADER, fails)
+        shared_memory.write(owner.path("1.0.0.0"), HEADER, fails())
     assert list(folder.iterdir()) == []
 
 
@@ -143,7 +151,7 @@ def test_a_full_shared_memory_is_an_error_and_not_a_dead_process(owner: SharedMe
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES, hard))
     try:
         with pytest.raises(Unusable, match="no_space"):
-            shared_memory.write(owner.path("1.0.0.0"), HEADER, _fill)
+            shared_memory.write(owner.path("1.0.0.0"), HEADER, PARTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
@@ -159,7 +167,7 @@ from workers.transport.kv.shared_memory import SharedMemory
 owner = SharedMemory(Path(sys.argv[1]), 1, t.clock.now_us())
 t._offer(owner, 1)
 owner.claim(owner.location(t._offer(owner, 2)))
-shared_memory.write(owner.path("1.3.0.0"), t.HEADER, lambda into: os.kill(os.getpid(), signal.SIGKILL))
+shared_memory.write(owner.path("1.3.0.0"), t.HEADER, (os.kill(os.getpid(), signal.SIGKILL) for _ in t.PARTS))
 """
 
 

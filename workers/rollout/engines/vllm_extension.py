@@ -97,7 +97,7 @@ class WeightsExtension:
         caches = vllm_connector.caches(self.model_runner.compilation_config.static_forward_context)
         try:
             head = Header.model_validate_json(header)
-            shared_memory.write(Path(path), head, lambda into: vllm_connector.export(caches, blocks, into))
+            shared_memory.write(Path(path), head, vllm_connector.export(caches, blocks))
         except Unusable as error:
             return error.reason
         return ""

@@ -8,14 +8,14 @@ The file is a header (`HEAD_BYTES`, JSON) and the blocks of all layers, one laye
 Rule 1: a file is whole or has no name that anybody claims: header and checksum are written last, then it is renamed.
 Rule 2: a folder belongs to one run. Names begin with the engine's number: what an engine left behind when it was
 killed is deleted when it starts again, or by whoever sees its lease (the file's time) run out.
-Rule 3: space is taken before it is written, so that a full shared memory is an error and not a dead process.
+Rule 3: bytes go through the kernel's own copy, straight between the blocks and the file, and never through a mapping:
+each page of one would cost a fault, and a full shared memory would be a dead process instead of an error.
 """
 
 import contextlib
 import hashlib
-import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import crc32c
@@ -28,6 +28,7 @@ PREFIX = "dora-kv-"
 SCHEME = "shm:"
 HEAD_BYTES = 4096
 CHECK_BYTES = 1 << 20
+VIEWS_MAX = 512
 PART, OFFERED, CLAIMED = ".part", ".offered", ".claimed"
 
 
@@ -37,9 +38,9 @@ def folder_of(run: str, run_dir: Path) -> Path:
     return ROOT / f"{PREFIX}{run}-{place}"
 
 
-def write(path: Path, header: Header, fill: Callable[[memoryview], None]) -> None:
-    """Make `path` + `.offered`: the header with its checksum, and the bytes that `fill` writes. Unusable (`no_space`)
-    if shared memory is full; whatever fails, nothing is left."""
+def write(path: Path, header: Header, blocks: Iterable[Sequence[memoryview]]) -> None:
+    """Make `path` + `.offered`: the header with its checksum, and the blocks, copied once. Unusable (`no_space`) if
+    shared memory is full; whatever fails, nothing is left."""
     part = path.with_name(path.name + PART)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -47,18 +48,19 @@ def write(path: Path, header: Header, fill: Callable[[memoryview], None]) -> Non
     except OSError as error:
         raise Unusable("no_space") from error
     try:
-        try:
-            os.posix_fallocate(handle, 0, HEAD_BYTES + header.size)
-        except OSError as error:
-            raise Unusable("no_space") from error
-        with mmap.mmap(handle, HEAD_BYTES + header.size) as whole, memoryview(whole) as view:
-            with view[HEAD_BYTES:] as blocks:
-                fill(blocks)
-                checksum = crc32c.crc32c(blocks)
-            text = header.model_copy(update={"checksum": checksum}).model_dump_json().encode()
-            assert len(text) <= HEAD_BYTES, f"a header of {len(text)} bytes"
-            view[:HEAD_BYTES] = text.ljust(HEAD_BYTES)
+        place, checksum = HEAD_BYTES, 0
+        for some in blocks:
+            for one in some:
+                checksum = crc32c.crc32c(one, checksum)
+            place = _copy(os.pwritev, handle, some, place)
+        assert place == HEAD_BYTES + header.size, f"{place - HEAD_BYTES} bytes, the header says {header.size}"
+        text = header.model_copy(update={"checksum": checksum}).model_dump_json().encode()
+        assert len(text) <= HEAD_BYTES, f"a header of {len(text)} bytes"
+        _copy(os.pwritev, handle, [memoryview(text.ljust(HEAD_BYTES))], 0)
         part.rename(path.with_name(path.name + OFFERED))
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise Unusable("no_space") from error
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -86,11 +88,21 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def blocks_of(path: Path) -> memoryview:
-    """The blocks of a claimed file whose header was read: private, so writing to them changes no file. OSError."""
-    with path.open("rb") as file:
-        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return memoryview(whole)[HEAD_BYTES:]
+def read(path: Path, start: int, into: Sequence[memoryview]) -> None:
+    """Of the blocks of a claimed file, the bytes from `start` on, copied once. OSError, also if there are too few."""
+    with path.open("rb", buffering=0) as file:
+        _copy(os.preadv, file.fileno(), into, HEAD_BYTES + start)
+
+
+def _copy(move: Callable[..., int], handle: int, views: Sequence[memoryview], place: int) -> int:
+    """All of them at `place` of the file; returns the place behind them. OSError."""
+    for start in range(0, len(views), VIEWS_MAX):
+        some = views[start : start + VIEWS_MAX]
+        size = sum(one.nbytes for one in some)
+        if move(handle, some, place) != size:
+            raise OSError(f"fewer than {size} bytes at {place}")
+        place += size
+    return place
 
 
 class SharedMemory:

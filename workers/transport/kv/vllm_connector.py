@@ -12,7 +12,7 @@ Rule 4: the worker side keeps nothing but the step's failures: vLLM has one conn
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,31 +71,35 @@ def layout(layers: Mapping[str, Any], caches_: Mapping[str, torch.Tensor]) -> st
     return hashlib.blake2b("\n".join(said).encode(), digest_size=16).hexdigest()
 
 
-def export(caches_: Mapping[str, torch.Tensor], blocks: Sequence[int], into: memoryview) -> None:
-    """Copy these blocks of every layer, one layer after the other."""
-    start = 0
+def export(caches_: Mapping[str, torch.Tensor], blocks: Sequence[int]) -> Iterator[list[memoryview]]:
+    """The bytes of these blocks, one layer after the other."""
     for cache in caches_.values():
-        size = len(blocks) * cache[0].nbytes
-        target = torch.frombuffer(into, dtype=cache.dtype, count=size // cache.element_size(), offset=start)
-        index = torch.tensor(blocks, dtype=torch.long, device=cache.device)
-        target = target.view(len(blocks), *cache.shape[1:])
         if cache.device.type == "cpu":
-            torch.index_select(cache, 0, index, out=target)
+            yield _rows(cache, blocks)
         else:
-            target.copy_(cache.index_select(0, index))
-        start += size
+            index = torch.tensor(blocks, dtype=torch.long, device=cache.device)
+            yield _rows(cache.index_select(0, index).cpu(), range(len(blocks)))
 
 
 def load(caches_: Mapping[str, torch.Tensor], blocks: Sequence[int], skip: int, of: int, path: Path) -> None:
     """Copy the blocks from the `skip`-th on, of `of` in the file, into these. OSError, ValueError, RuntimeError."""
-    data = shared_memory.blocks_of(path)
     start = 0
     for cache in caches_.values():
-        count = of * cache[0].numel()
-        source = torch.frombuffer(data, dtype=cache.dtype, count=count, offset=start).view(of, *cache.shape[1:])
-        index = torch.tensor(blocks, dtype=torch.long, device=cache.device)
-        cache.index_copy_(0, index, source[skip : skip + len(blocks)].to(cache.device))
-        start += count * cache.element_size()
+        size = cache[0].nbytes
+        if cache.device.type == "cpu":
+            shared_memory.read(path, start + skip * size, _rows(cache, blocks))
+        else:
+            host = torch.empty(len(blocks), *cache.shape[1:], dtype=cache.dtype)
+            shared_memory.read(path, start + skip * size, _rows(host, range(len(blocks))))
+            index = torch.tensor(blocks, dtype=torch.long, device=cache.device)
+            cache.index_copy_(0, index, host.to(cache.device))
+        start += of * size
+
+
+def _rows(tensor: torch.Tensor, rows: Iterable[int]) -> list[memoryview]:
+    """The bytes of these rows of a contiguous tensor on the host, not copied."""
+    whole, size = memoryview(tensor.view(torch.uint8).numpy()).cast("B"), tensor[0].nbytes
+    return [whole[row * size : (row + 1) * size] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
