@@ -1,4 +1,4 @@
-"""Prefect's deployments `train` and `export`, the worker that runs them, and what a command asks of the server.
+"""Prefect's deployments `train`, `evaluate`, `export`, the worker that runs them, and what commands ask of the server.
 
 Rule 1: a pool and its deployments belong to one checkout on one machine (the place): a worker takes no run of another.
 Rule 2: a run is started by `pipelines.flow_process`, in the folder of the checkout.
@@ -41,6 +41,8 @@ def register(place: str) -> None:
         if QUICKSTART.is_file():
             form["config"] = config_file.read_settings(QUICKSTART).model_dump(mode="json")
         _deploy(client, place, flows.train, form, "Train: a run, as by `dora run`. The form starts as the quickstart.")
+        text = "Beside a run until it ends: tables of its samples, and its held-out rows sampled on versions."
+        _deploy(client, place, flows.evaluate, {}, text)
         _deploy(client, place, flows.export, {}, "Write a version of a run as a Hugging Face folder.")
 
 

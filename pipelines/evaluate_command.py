@@ -49,8 +49,13 @@ def show(run_dir: Path, *, every: int | None, follow: bool, as_json: bool) -> in
 
 
 def _print(run_dir: Path, tables: Sequence[Table], damage: list[str], *, as_json: bool) -> None:
-    found = as_dict(tables, evaluate.heldout(run_dir, damage), evaluate.fingerprints(run_dir, damage))
-    print(json.dumps(found) if as_json else as_text(found), flush=True)
+    rows = found(run_dir, tables, damage)
+    print(json.dumps(rows) if as_json else as_text(rows), flush=True)
+
+
+def found(run_dir: Path, tables: Sequence[Table], damage: list[str]) -> dict[str, Any]:
+    """Rows of each table, as `--json` prints them; the held-out ones are read from the archive."""
+    return as_dict(tables, evaluate.heldout(run_dir, damage), evaluate.fingerprints(run_dir, damage))
 
 
 def as_dict(
@@ -58,23 +63,23 @@ def as_dict(
     heldout: Mapping[int, Mapping[str, evaluate.Accuracy]],
     fingerprints: Mapping[int, str],
 ) -> dict[str, Any]:
-    """What `--json` prints: rows of each table."""
+    """Of what is known."""
     curve = [
         {"version": version, "of": tag, "mean": one.mean, "samples": one.rows, "errors": one.errors}
         | {"fingerprint": fingerprints.get(version, "")}
         for version, of in heldout.items()
         for tag, one in of.items()
     ]
-    found = {"heldout": curve}
+    rows = {"heldout": curve}
     for name, kind in (("cells", Cell), ("learned", Learned)):
-        found[name] = [one.model_dump(mode="json", exclude={"kind", "run"}) for one in tables if isinstance(one, kind)]
-    return found
+        rows[name] = [one.model_dump(mode="json", exclude={"kind", "run"}) for one in tables if isinstance(one, kind)]
+    return rows
 
 
-def as_text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def as_text(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """For people."""
     parts = []
-    for name, rows in found.items():
+    for name, rows in tables.items():
         if rows:
             cells = [list(rows[0]), *([shown(cell)[:24] for cell in row.values()] for row in rows)]
             parts += [f"{_TITLES[name]}:", *(f"  {line}" for line in pictures.grid(cells)), ""]

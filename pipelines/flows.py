@@ -1,4 +1,5 @@
-"""The Prefect flows: people's view and control of a run and of an export, a thin shell round `launch` and `export`.
+"""The Prefect flows: people's view and control of a run, an evaluator, an export; a thin shell round `launch`,
+`evaluate` and `export`.
 
 Rule 1: Prefect is never on the data path. What it is told is told by the reporter's thread; it hears no more than that.
 Rule 2: a flow run keeps its run folder: Resume and Retry go on where the run stopped (the launch remembers the folder).
@@ -8,24 +9,30 @@ texts beside its fields from `Args`.
 """
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import UUID
 
-from prefect import flow
+from prefect import flow, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
+from prefect.settings import temporary_settings
 from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from pipelines import config_file, faults, home, launch
 from pipelines.home import Launch
-from pipelines.reporter import Reporter
+from pipelines.reporter import AWAY, IMPATIENT, Reporter
 from pipelines.runs import RESOLVED, find_run
 from pipelines.supervise import Outcome
 from schemas.settings import Settings
+from schemas.tables import Table
 
 
 @flow(name="train", persist_result=False)
@@ -121,3 +128,75 @@ def export(
             raise
         return Failed(message=str(error))
     return Completed(message=f"version {version} is in {Path(folder).resolve()}, fingerprint {record.fingerprint}")
+
+
+@flow(name="evaluate", persist_result=False)
+def evaluate(
+    run: str,
+    every: Annotated[int | None, Field(ge=0)] = None,
+    runs_dir: str = "runs",
+) -> State[Any]:
+    """Beside a run until it ends: its samples counted, its held-out rows sampled on versions. Cancel ends it alone.
+
+    Args:
+        run: The run's name or folder.
+        every: Held-out rows on each version that this divides; 0 = on none, empty = on each if the run has such rows.
+        runs_dir: Where names of runs are looked up.
+    """
+    from pipelines.evaluate import watch
+
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    try:
+        folder = find_run(run, Path(runs_dir))
+        shown = _Evaluation(context.flow_run.id, folder)
+        missing = watch(folder, every, shown.show, shown.stopping)
+        shown.show(shown.last)
+    except Exception as error:
+        if faults.exit_code_of(error) is None:
+            raise
+        return Failed(message=str(error))
+    if shown.stopping.is_set():
+        return Cancelled(message="another one goes on where it stopped")
+    return Completed(message="; ".join(missing) or "the run has ended")
+
+
+class _Evaluation:
+    """What an evaluator has found, as artifacts of its flow run that are updated in place. `stopping`: Cancel was
+    pressed."""
+
+    def __init__(self, flow_run: UUID, run_dir: Path) -> None:
+        self.stopping = threading.Event()
+        self.last: Sequence[Table] = ()
+        self._flow_run, self._run_dir = flow_run, run_dir
+        self._made: dict[str, UUID] = {}
+
+    def show(self, tables: Sequence[Table]) -> None:
+        """A server that is away is told later."""
+        from pipelines import evaluate_command
+
+        self.last = tables
+        found = evaluate_command.found(self._run_dir, tables, [])
+        try:
+            self._put("table", json.dumps(found["cells"]))
+            self._put("markdown", f"```\n{evaluate_command.as_text(found)}\n```")
+            self._hear()
+        except AWAY as error:
+            print(f"not shown: {error}")
+
+    def _put(self, kind: str, data: str) -> None:
+        with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
+            if kind in self._made:
+                client.update_artifact(self._made[kind], ArtifactUpdate(data=data))
+                return
+            word = {"table": "samples", "markdown": "evaluation"}[kind]
+            key = "".join(c if c.isalnum() else "-" for c in f"{self._run_dir.name}-{word}".lower())
+            create = ArtifactCreate(key=key, type=kind, data=data, flow_run_id=self._flow_run)
+            self._made[kind] = client.create_artifact(create).id
+
+    def _hear(self) -> None:
+        with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
+            state = client.read_flow_run(self._flow_run).state
+        if state is not None and (state.is_cancelling() or state.is_cancelled()):
+            self.stopping.set()

@@ -46,7 +46,7 @@ SAY_S = 10.0
 LAST_WORD_S_MAX = {"done": 180.0, "failed": 180.0, "cancelled": 8.0, "suspended": 8.0}
 """How long a server that is away is waited for at the end. Who runs the command is not kept by it; who pressed a button
 expects the processes to be gone."""
-_IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
+IMPATIENT = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 10.0}
 """We try again ourselves: after a server that was away, what people press is heard within a second."""
 AWAY = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """What Prefect's client raises when its server does not answer (at a flow's start a plain RuntimeError)."""
@@ -109,7 +109,7 @@ class Reporter(threading.Thread):
         self.join(LAST_WORD_S_MAX[outcome.kind] + HEAR_S)
 
     def run(self) -> None:
-        with temporary_settings(_IMPATIENT), get_client(sync_client=True) as client:
+        with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
             while not self._leave.wait(HEAR_S):
                 if clock.monotonic_s() - self._shown_at >= SHOW_S:
                     self._try(self._show, client)

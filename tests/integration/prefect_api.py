@@ -62,9 +62,9 @@ class Ui:
         answer = self.ask(f"/flow_runs/{flow_run}/resume", {})
         assert answer["status"] == "ACCEPT", answer
 
-    def start(self, place: str, **parameters: Any) -> str:
-        """The form of the deployment `train`; the flow run's id."""
-        deployment = self.ask(f"/deployments/name/train/{place}")["id"]
+    def start(self, place: str, *, flow: str = "train", **parameters: Any) -> str:
+        """The form of a deployment; the flow run's id."""
+        deployment = self.ask(f"/deployments/name/{flow}/{place}")["id"]
         made = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})
         return str(made["id"])
 

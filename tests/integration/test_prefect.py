@@ -30,6 +30,7 @@ from tests.integration.killing import steps_of, until_step
 from tests.integration.prefect_api import FINAL, Ui, flow_run_of
 from tests.integration.whole_run import ROOT, Ran, Running, dora_run, replayed_differently
 from workers.runtime import clock
+from workers.taps import archive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 CANCEL_S_MAX = 10.0
@@ -145,6 +146,26 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
     assert {"trainer", "rollout-0", "orchestrator"} <= {name for name, _ in tasks}
     assert {state for _, state in tasks} == {"COMPLETED"}
     assert len(tasks) == 2 * len({name for name, _ in tasks}), "each process was started twice"
+
+
+@pytest.mark.full
+def test_an_evaluator_is_a_flow_run_of_its_own_and_ends_with_the_run(house: House, tmp_path: Path) -> None:
+    with house.run(tmp_path, "steps=30") as running:
+        until_step(running, 1)
+        place = {"run": str(running.run_dir), "every": 5}
+        evaluator = house.ui.start(house.kept.place, flow="evaluate", **place)
+        house.ui.wait_state(evaluator, lambda state: state["type"] == "RUNNING", 100.0)
+        ran = running.wait()
+        assert ran.code == 0, running.story()
+        state = house.ui.wait_state(evaluator, lambda state: state["type"] in FINAL, 100.0)
+        assert (state["type"], state["message"]) == ("COMPLETED", "the run has ended")
+    shown = house.ui.artifacts(evaluator)
+    cells = json.loads(shown["table"])
+    assert sum(cell["samples"] for cell in cells) == ran.summary.trajectories.generated
+    assert "held-out accuracy by version" in shown["markdown"]
+    versions = {row["version"] for row in archive.read(ran.run_dir, "evaluations").to_pylist()}
+    assert versions == {0, 5, 10, 15, 20, 25, 30}
+    assert check(ran.run_dir) == []
 
 
 def test_cancel_ends_one_run_within_seconds_and_leaves_the_one_beside_it_alone(house: House, tmp_path: Path) -> None:
