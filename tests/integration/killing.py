@@ -34,7 +34,7 @@ START_LIMIT_S = 150.0
 _TRAINED = re.compile(r"^(\S+)Z INFO trainer trained step=(\d+) ", re.MULTILINE)
 
 _SITECUSTOMIZE = '''\
-"""Kills this process at named moments: DORA_TEST_DIE = "module|function|before or after|n-th call|file;..."."""
+"""Kills this process at named moments: DORA_TEST_DIE = "module|function|before or after|n-th call|file|within;..."."""
 
 import importlib.abc
 import importlib.machinery
@@ -43,7 +43,8 @@ import signal
 import sys
 import time
 
-_DEATHS = [text.split("|") for text in os.environ.get("DORA_TEST_DIE", "").split(";") if text]
+_ALL = [text.split("|") for text in os.environ.get("DORA_TEST_DIE", "").split(";") if text]
+_DEATHS = [death for *death, within in _ALL if within in sys.orig_argv or not within]
 _MODULES = {module for module, *_ in _DEATHS}
 
 
@@ -98,11 +99,13 @@ sys.meta_path.insert(0, _Finder())
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """SIGKILL by its own hand before or after the `number`-th call of `module:function` in one process."""
+    """SIGKILL by its own hand before or after the `number`-th call of `module:function` in one process; `within` a
+    word of its command line, if there is one."""
 
     where: str
     when: str
     number: int
+    within: str = ""
 
     def file(self, folder: Path) -> Path:
         return folder / "".join(c if c.isalnum() else "-" for c in f"{self.where}-{self.when}-{self.number}")
@@ -113,7 +116,8 @@ def dying(folder: Path, *deaths: Death) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
     texts = [
-        "|".join([*death.where.split(":"), death.when, str(death.number), str(death.file(folder))]) for death in deaths
+        "|".join([*death.where.split(":"), death.when, str(death.number), str(death.file(folder)), death.within])
+        for death in deaths
     ]
     return {"DORA_TEST_DIE": ";".join(texts), "PYTHONPATH": str(folder)}
 
@@ -253,20 +257,24 @@ def learner_of(settings: Settings) -> Learner:
     return megatron_learner_of(settings, Path(settings.model))
 
 
+def chosen_rows(run: Run) -> dict[int, list[dict[str, object]]]:
+    """The rows of each step's batch, as the archive has them, in the batch's order."""
+    rows: dict[int, list[dict[str, object]]] = {batch["step"]: [] for batch in run.batches}
+    members = [batch["step"] for batch in run.batches for _ in batch["members"]]
+    for (_, _, row), step in zip(run.members(), members, strict=True):
+        assert row is not None
+        rows[step].append(row)
+    return rows
+
+
 def trained_straight(run_dir: Path) -> Iterator[tuple[int, str]]:
     """(version, fingerprint) of training the archived batches one after the other."""
     run = Run(run_dir)
     learner = learner_of(run.settings)
-    rows: dict[int, list[dict[str, object]]] = {batch["step"]: [] for batch in run.batches}
-    for (_, _, row), step in zip(
-        run.members(), (batch["step"] for batch in run.batches for _ in batch["members"]), strict=True
-    ):
-        assert row is not None
-        rows[step].append(row)
     try:
         yield 0, fingerprint(learner.export())
-        for step in sorted(rows):
-            learner.train(samples_of(rows[step], step, run.settings), step)
+        for step, rows in sorted(chosen_rows(run).items()):
+            learner.train(samples_of(rows, step, run.settings), step)
             yield step + 1, fingerprint(learner.export())
     finally:
         learner.close()
