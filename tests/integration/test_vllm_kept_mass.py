@@ -2,6 +2,7 @@
 along, and both together are the log-probs of transformers and of the trainer over the whole vocabulary. A tiny model,
 float32."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 
 from schemas.messages import RequestRecord
 from schemas.settings import Sampling
+from tests.archive_checker import Run
 from tests.integration.helpers_megatron import hf_model, learner_of, write_family
 from tests.integration.helpers_vllm import Host, RemoteEngine, open_host, request, settings_for
+from tests.integration.parts import LIMIT_S
+from tests.integration.whole_run import assert_good, dora_run
 from workers.rollout.engines.base import Tokens
 from workers.trainer.learners.base import Sample
 
@@ -80,3 +84,20 @@ def test_log_prob_and_kept_mass_make_the_log_prob_of_the_whole(
         assert together == pytest.approx(learner.logprobs([one])[0], abs=TOLERANCE)
         count += len(kept)
     assert count > 30
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_whole_run_of_truncated_sampling_is_on_policy_where_lag_is_0(tmp_path: Path) -> None:
+    """Without the kept mass each token would be log(0.9) away: a k3 of about 0.005."""
+    with dora_run("tiny", tmp_path, "prefect.enabled=false", "steps=4", "sampling.top_p=0.9") as running:
+        ran = running.wait(LIMIT_S)
+        assert_good(ran, running, 4)
+    run = Run(ran.run_dir)
+    masses = [mass for _, row in run.token_rows(("trajectories",)) for mass in row["kept_logmass"]]
+    assert all(math.log(0.9) - 1e-4 <= mass <= 1e-6 for mass in masses)
+    assert min(masses) < math.log(0.95)
+    apart = [one["metrics"]["lag_0_mismatch_kl"] for one in run.weights.values() if "lag_0_tokens" in one["metrics"]]
+    print(f"{len(masses)} tokens; k3 of lag 0 by step: {apart}")
+    assert apart[0] < 1e-6
+    assert max(apart) < 1e-4
