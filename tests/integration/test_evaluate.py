@@ -21,7 +21,7 @@ from tests.unit.test_tables import by_cell, counted
 from workers.taps import archive, evaluate
 from workers.taps.tables import FILE, Tables
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @contextlib.contextmanager
