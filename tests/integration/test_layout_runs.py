@@ -51,7 +51,7 @@ def test_a_rank_that_dies_while_a_snapshot_is_copied_costs_that_checkpoint_alone
     """Rank 1 copies its part of the second one: the first is complete, and the run goes on from there."""
     deaths = tmp_path / "deaths"
     copy, rank = "workers.trainer.learners.megatron_snapshot:_copy", "workers.trainer.learners.rank"
-    death = Death(copy, "before", 2, within=rank)
+    death = Death(copy, "before", 4, within=rank)  # a rank copies two buckets for each
     settings = (model, f"megatron.{TENSOR}=2", f"steps={STEPS}")
     with TRAINED.run(tmp_path, *settings, environment=killing.dying(deaths, death)) as running:
         ran = running.wait(LIMIT_S)
