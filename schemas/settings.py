@@ -54,7 +54,7 @@ class Engines(Section):
     )
     tokens_per_request_max: int = Field(1024, ge=16, description="Prompt and response together, tokens.")
     snapshot_tokens: int = Field(
-        256, ge=0, description="An engine that dies loses so many tokens of a request at most; 0 = all of its own."
+        1024, ge=0, description="An engine that dies loses so many tokens of a request at most; 0 = all of its own."
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of one engine.")
     timeout_s: float = Field(60.0, gt=0, description="An engine that says nothing for this long is lost.")
