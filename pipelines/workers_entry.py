@@ -74,10 +74,12 @@ def _reward(process: Process, bus: Bus, number: int) -> int:
 def _trainer(process: Process, bus: Bus, _: int) -> int:
     from pipelines import environment
     from pipelines.learners import learner_of
+    from workers.runtime.collector import set_aside
     from workers.trainer.service import serve
 
     environment.note(process.run_dir, process.settings)
     learner = learner_of(process.settings)
+    set_aside()
     try:
         return serve(process, bus, learner)
     finally:

@@ -18,6 +18,7 @@ from pipelines.bench.benchmarks import Bench
 from pipelines.config_file import read_settings
 from pipelines.models import resolve_model
 from workers.runtime import clock
+from workers.runtime.collector import set_aside
 from workers.trainer.checkpoint import Outcome, Progress, Writer
 from workers.trainer.learners.base import Learner, Sample, Snapshot
 
@@ -44,6 +45,7 @@ def checkpoint_cost(folder: Path, rounds: int = ROUNDS) -> Bench:
     learner = MegatronLearner(settings, model)
     rig = _Rig(learner, folder, _samples())
     rig.step()  # the optimizer makes its state at the first one
+    set_aside()  # as the trainer does
     rows = []
     for _ in range(rounds):
         row = {"step_s": rig.step()}

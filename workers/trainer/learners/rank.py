@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.settings import Settings
+from workers.runtime.collector import set_aside
 from workers.runtime.errors import BadInput
 from workers.runtime.log import Log, to_stderr
 from workers.runtime.process import die_with_parent
@@ -44,6 +45,7 @@ def main() -> int:
         Log(f"trainer-rank-{rank}").error("bad_input", error=error)
         return 2
     follower = _Follower(learner, says, Log(f"trainer-rank-{rank}"))
+    set_aside()
     while (said := _next()) is not None:
         follower.follow(*said)
     return 0
