@@ -97,8 +97,9 @@ class Reporter(threading.Thread):
         self.start()
 
     def offer(self, now: Snapshot) -> None:
-        """Keep only the newest; never waits."""
+        """Keep only the newest, and each start of a process; never waits."""
         self._latest = now
+        self._processes.see(Path(self._folder))
 
     def close(self, outcome: Outcome) -> None:
         """Say how it ended; a server that is away is waited for, but not longer than LAST_WORD_S_MAX."""
@@ -159,10 +160,7 @@ class Reporter(threading.Thread):
             self._show_line(client, now)
             self._put(client, "progress", pictures.share_done(now))
             self._put(client, "table", json.dumps(pictures.table(now)))
-        if self._outcome is not None:
-            self._processes.close(client, self._outcome.kind)
-        elif self._folder:
-            self._processes.show(client, Path(self._folder))
+        self._processes.show(client, ended=None if self._outcome is None else self._outcome.kind)
         self._put(client, "markdown", plots.report(now, self._history, self._outcome, self._folder))
         self._shown, self._shown_at = now, clock.monotonic_s()
 

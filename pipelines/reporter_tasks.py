@@ -33,30 +33,35 @@ class ProcessTasks:
 
     def __init__(self, flow_run: UUID) -> None:
         self._flow_run = flow_run
-        self._open: dict[str, UUID] = {}
+        self._starts: tuple[dict[str, str], frozenset[str]] = {}, frozenset()  # every one, and those of now
+        self._made: dict[str, UUID] = {}
+        self._ended: set[str] = set()
         self._begun = False
 
-    def show(self, client: SyncPrefectClient, run_dir: Path) -> None:
-        """As `supervisor.json` says now."""
+    def see(self, run_dir: Path) -> None:
+        """What `supervisor.json` says now. Never waits: the server, which may be slow, is told by `show`, and of each
+        start that was seen before the run ended."""
+        lock = read_lock(run_dir)
+        if lock is not None:
+            now = {f"{name} {identity['created']}": name for name, identity in lock["processes"].items()}
+            self._starts = self._starts[0] | now, frozenset(now)
+
+    def show(self, client: SyncPrefectClient, ended: str | None = None) -> None:
+        """What was seen; `ended` is the kind of the run's outcome."""
         if not self._begun:
             self._close_former(client)
-        lock = read_lock(run_dir)
-        if lock is None:
-            return  # it has just ended: `close` says how
-        starts = {f"{name} {identity['created']}": name for name, identity in lock["processes"].items()}
-        for start in [start for start in self._open if start not in starts]:
-            self._end(client, start, Crashed(message="It died; the supervisor starts it again."))
-        for start in [start for start in starts if start not in self._open]:
-            kind = Task(_never_called, name=starts[start].rstrip("-0123456789"))
-            made = client.create_task_run(kind, self._flow_run, start, name=starts[start], state=Running())
-            self._open[start] = made.id
-
-    def close(self, client: SyncPrefectClient, kind: str) -> None:
-        """The run has ended: `kind` is its outcome's."""
-        for start in list(self._open):
-            self._end(
-                client, start, {"failed": Failed, "cancelled": Cancelled}.get(kind, Completed)(message=_WHY[kind])
-            )
+        seen, now = self._starts
+        for start, name in seen.items():
+            if start not in self._made:
+                kind = Task(_never_called, name=name.rstrip("-0123456789"))
+                made = client.create_task_run(kind, self._flow_run, start, name=name, state=Running())
+                self._made[start] = made.id
+        for start in [start for start in seen if start not in self._ended]:
+            if start not in now:
+                self._end(client, start, Crashed(message="It died; the supervisor starts it again."))
+            elif ended is not None:
+                state = {"failed": Failed, "cancelled": Cancelled}.get(ended, Completed)(message=_WHY[ended])
+                self._end(client, start, state)
 
     def _close_former(self, client: SyncPrefectClient) -> None:
         """What a process of this flow run that died left open."""
@@ -67,5 +72,5 @@ class ProcessTasks:
         self._begun = True
 
     def _end(self, client: SyncPrefectClient, start: str, state: State[Any]) -> None:
-        client.set_task_run_state(self._open[start], state, force=True)
-        del self._open[start]
+        client.set_task_run_state(self._made[start], state, force=True)
+        self._ended.add(start)

@@ -143,6 +143,20 @@ def test_each_start_of_a_process_is_a_task_run_and_each_death_is_seen(stage: Sta
     assert [state for _, state in stage.server.processes()] == ["Completed", "Crashed", "Completed"]
 
 
+def test_what_starts_and_ends_between_two_looks_of_a_slow_server_is_shown(stage: Stage) -> None:
+    made = stage.reporter()
+    _works(stage, archive=1)
+    made.offer(NOW)
+    _show(made, stage)
+    for trainer in (2, 3):
+        _works(stage, archive=1, trainer=trainer)
+        made.offer(NOW)
+    made._outcome = Outcome("done", "8 of 8 steps")
+    (stage.folder / "r" / "supervisor.json").unlink()
+    _show(made, stage)
+    assert stage.server.processes() == [("archive", "Completed"), ("trainer", "Crashed"), ("trainer", "Completed")]
+
+
 def test_processes_of_a_supervisor_that_was_killed_are_closed_by_the_next(stage: Stage) -> None:
     first = stage.reporter()
     _works(stage, trainer=1)
