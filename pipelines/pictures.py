@@ -220,7 +220,8 @@ def summary_rows(made: Mapping[str, Any]) -> Rows:
     yield "moves", f"{moves['count']}, {moves['kv_reused']} with their KV{again}"
     yield (
         "engines' time",
-        f"decode {percent(share['decode'])}, prefill {percent(share['prefill'])}, idle {percent(share['idle'])}, "
+        f"decode {percent(share['decode'])}, prefill {percent(share['prefill'])} "
+        f"(again {percent(share.get('reprefill'))}), idle {percent(share['idle'])}, "
         f"weights {percent(share['load_weights'])}, moves {percent(share['migrate'])}",
     )
     yield (

@@ -153,6 +153,7 @@ def _time_share(tally: Tally, metrics: list[dict[str, Any]]) -> s.TimeShare:
     return s.TimeShare(
         decode=round(of["decode_s"] / whole, 4),
         prefill=round(of["prefill_s"] / whole, 4),
+        reprefill=round(tally.engine_moves()["reprefill_s"] / whole, 4),
         idle=round(of["idle_s"] / whole, 4),
         load_weights=round(of["load_s"] / whole, 4),
         migrate=round(of["migrate_s"] / whole, 4),

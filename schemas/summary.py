@@ -45,7 +45,8 @@ class TimeShare(Part):
     """Shares of all engines' time (0..1), but `blocked_by_oldest` and `decide`: of the run's time."""
 
     decode: float
-    prefill: float
+    prefill: float = Field(description="Of steps in which a request got its first token there.")
+    reprefill: float = Field(0.0, description="Of `prefill`: for tokens that had been computed before.")
     idle: float
     blocked_by_oldest: float
     load_weights: float

@@ -215,6 +215,7 @@ def _moves(facts: Facts) -> str:
         ["with their KV cache", f"{of.kv_reused:,}"],
         *([f"prefilled again: {reason}", f"{count:,}"] for reason, count in of.reprefilled.items()),
         ["tokens computed again", f"{of.tokens_recomputed:,}"],
+        ["engines' time for that", pictures.percent(facts.summary.time_share.reprefill)],
         ["MiB of KV loaded", f"{of.bytes / 2**20:,.1f}"],
         ["seconds to stop and copy out", f"{of.seconds:,.1f}"],
     ]

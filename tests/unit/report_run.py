@@ -49,9 +49,12 @@ def _issue(group: int, version: int, purpose: m.Purpose = "train") -> m.Issue:
     )  # fmt: skip
 
 
-MOVED: dict[str, Any] = {"taken": 1, "carried": 0, "tokens_recomputed": 4, "reprefills": {"no_handle": 1}}
+MOVED: dict[str, Any] = {
+    "taken": 1, "carried": 0, "tokens_recomputed": 4, "reprefill_s": 0.5, "reprefills": {"no_handle": 1},
+}  # fmt: skip
 RETURNED: dict[str, Any] = {
-    "taken": 2, "carried": 1, "tokens_carried": 30, "tokens_recomputed": 38, "size": 90, "reprefills": {"checksum": 1},
+    "taken": 2, "carried": 1, "tokens_carried": 30, "tokens_recomputed": 38, "size": 90, "reprefill_s": 1.5,
+    "reprefills": {"checksum": 1},
 }  # fmt: skip
 
 

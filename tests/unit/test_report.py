@@ -53,7 +53,7 @@ def test_rewards_are_of_the_trained_rows_and_held_out_ones_apart(run_dir: Path, 
 
 def test_time_shares_add_up_all_incarnations_and_counters_that_began_again(run_dir: Path, settings: Settings) -> None:
     share = report.summarise(settings, run_dir, []).time_share
-    assert (share.decode, share.idle, share.prefill) == (0.5, 0.5, 0.0)
+    assert (share.decode, share.idle, share.prefill, share.reprefill) == (0.5, 0.5, 0.0, 0.25)
     assert share.blocked_by_oldest == round(2.4 / 12, 4)
     assert share.decide == round(0.6 / 12, 4)
 

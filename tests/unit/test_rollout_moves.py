@@ -11,7 +11,7 @@ from tests.unit.rollout_house import House, settings
 from tests.unit.test_rollout_service import hosting_0
 from workers.rollout.engines.base import Prefill, Tokens
 from workers.rollout.engines.paced_engine import PacedEngine
-from workers.rollout.partials import Place, begin, counted, to_partial
+from workers.rollout.partials import Place, Running, begin, computed_again, counted, to_partial
 
 HANDLE = m.KvHandle(location="shm:f/1", tokens=10, fingerprint="fingerprint-0")
 
@@ -129,6 +129,44 @@ def test_what_is_prefilled_again_is_counted_by_its_reason_and_new_requests_are_n
     for reason in ("gone", "checksum", "gone"):
         moves = counted(moves, later, Prefill(4, reason=reason))
     assert moves == m.Moves(taken=3, tokens_recomputed=12, reprefills={"gone": 2, "checksum": 1})
+
+
+def test_the_share_of_a_step_that_was_computed_before_leaves_out_new_prompts_and_newest_tokens(house: House) -> None:
+    carried = {"response_ids": (1,), "logprobs": (-1.0,), "loss_mask": (True,)}
+    new, again, came_along = (
+        begin(house.request(group, 0, 0, **so_far), 9) for group, so_far in ((1, {}), (2, carried), (3, carried))
+    )
+    step = [
+        (new, _part(new, Prefill(50))),
+        (again, _part(again, Prefill(31, reason="gone"))),
+        (came_along, _part(came_along, Prefill(1, carried=30))),
+        (new, _part(new)),
+        (again, _part(again)),
+    ]
+    assert computed_again(step) == 30 / (50 + 31 + 1 + 1 + 1)
+    assert computed_again(step[2:]) == 0
+    assert computed_again([]) == 0
+
+
+def _part(one: Running, prefill: Prefill | None = None) -> Tokens:
+    return Tokens(one.key, (7,), (-1.0,), None, prefill=prefill)
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_the_seconds_of_a_prefill_that_was_done_before_are_told_apart(tmp_path: Path, carries: bool) -> None:
+    """A request goes on alone: its first step is all that the engine prefilled; it computed 13 tokens, 12 of them
+    again, or one."""
+    engine = OfferingEngine(settings()) if carries else PacedEngine(settings())
+    house = _hosting(House(tmp_path, engine))
+    stay = m.Stay(engine="0", version=0, fingerprint="f", tokens=10)
+    so_far = {"response_ids": (7,) * 10, "logprobs": (-1.0,) * 10, "loss_mask": (True,) * 10, "started_at": 6}
+    house.issue(1, 0, 0, attempt=1, max_new_tokens=12, engine_path=(stay,), **so_far)
+    house.until(lambda: bool(house.of(dict)))
+    house.until(lambda: house.of(m.Heartbeat)[-1].moves.taken == 1)
+    beat = house.of(m.Heartbeat)[-1]
+    assert beat.prefill_s > 0
+    assert beat.moves.reprefill_s == pytest.approx(0.0 if carries else beat.prefill_s * 12 / 13)
+    assert beat.moves.tokens_recomputed == (1 if carries else 13)
 
 
 class SlowToPrepare(PacedEngine):

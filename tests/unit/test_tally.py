@@ -75,6 +75,7 @@ def test_a_moved_request_is_counted_with_the_tokens_that_its_engine_prefilled_ag
         "tokens_carried": 0,
         "tokens_recomputed": 12,
         "size": 0,
+        "reprefill_s": 0.0,
         "reprefills/gone": 1,
     }
 

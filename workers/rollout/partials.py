@@ -4,12 +4,13 @@ Rule 1: pure; times are given. `queued_at` is never renewed, and queued <= start
 Rule 2: a stay in `engine_path` is made only where tokens were added; a request that never ran leaves its path alone.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.ids import RequestKey
 from schemas.messages import Heartbeat, KvHandle, Moves, PartialRecord, RequestRecord, Stay, StopReason
-from workers.rollout.engines.base import Prefill
+from workers.rollout.engines.base import Prefill, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,20 @@ def counted(moves: Moves, one: Running, prefill: Prefill) -> Moves:
         tokens_carried=moves.tokens_carried + prefill.carried,
         tokens_recomputed=moves.tokens_recomputed + prefill.computed,
         size=moves.size + prefill.size,
+        reprefill_s=moves.reprefill_s,
         reprefills=reprefills,
     )
+
+
+def computed_again(step: Iterable[tuple[Running, Tokens]]) -> float:
+    """Of the tokens that an engine step computed, the share of those that had been computed before: of each request
+    that went on without its KV, all but the newest."""
+    computed = again = 0
+    for one, part in step:
+        tokens = 1 if part.prefill is None else part.prefill.computed
+        computed += tokens
+        again += tokens - 1 if one.request.response_ids else 0
+    return again / computed if computed else 0.0
 
 
 def to_row(one: Running, place: Place, finish_reason: str, now: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from schemas.codec import BadRecord, arrow_headers, decode
 from schemas.ids import RequestKey
 from schemas.topics import score_partition, version_key
 from workers.rollout.engines.base import Engine, Tokens
-from workers.rollout.partials import Place, Running, begin, counted, figures_of, to_partial, to_row
+from workers.rollout.partials import Place, Running, begin, computed_again, counted, figures_of, to_partial, to_row
 from workers.runtime import clock
 from workers.runtime.errors import ProbeMismatch, WeightsUnavailable
 from workers.runtime.process import Process
@@ -246,9 +246,14 @@ class RolloutService:
             return
         began = clock.monotonic_s()
         work = "decode_s" if all(one.ids for one in self._running.values()) else "prefill_s"
-        for part in self._engine.step():
+        step = self._engine.step()
+        again = computed_again((self._running[part.key], part) for part in step)
+        for part in step:
             self._note(part)
-        self._spent[work] += clock.monotonic_s() - began
+        spent = clock.monotonic_s() - began
+        self._spent[work] += spent
+        if again:
+            self._moves = self._moves.model_copy(update={"reprefill_s": self._moves.reprefill_s + again * spent})
 
     def _note(self, part: Tokens) -> None:
         one = self._running[part.key]
