@@ -238,6 +238,10 @@ class Ledger:
         waited = self.now - sample.since
         return (sample.place == "done" or leaves) and waited >= self.settings.engines.request_timeout_s * S
 
+    def _may_wait(self, sample: Sample) -> bool:
+        """It may have been given up without a word, or its engine hosts another version and handed nothing back yet."""
+        return self._late(sample) or (sample.place == "out" and sample.stray)
+
 
 def varies(life: Life) -> bool:
     return len({s.score.outcome for s in life.samples if s.score is not None and s.place == "scored"}) > 1

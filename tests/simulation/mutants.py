@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "one group opens per event",
         "state",
-        "        while not self.ended and self._may_open():",
-        "        if not self.ended and self._may_open():",
+        "        while not self.ended and (at := self._opening()) is not None:",
+        "        if not self.ended and (at := self._opening()) is not None:",
     ),
     Mutant(
         "what is heard after the end is lost",

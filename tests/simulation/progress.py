@@ -33,7 +33,7 @@ class Progress(Ledger):
             assert silence <= self.settings.engines.timeout_s + 30, f"engine {number} is silent for {silence:.0f} s"
         for books in hosts:
             assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
-        late = {self._host_of(life.version) for life in lives if any(self._late(sample) for sample in life.samples)}
+        late = {self._host_of(life.version) for life in lives if any(self._may_wait(sample) for sample in life.samples)}
         rests = self.published not in waits | late
         assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
         if self.settings.scheduling.legacy_fill and row is not None:

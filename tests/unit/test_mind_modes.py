@@ -168,6 +168,27 @@ def test_the_oldest_version_of_a_full_window_is_never_filled() -> None:
     assert filled(1, fill=True) == []
 
 
+def test_a_row_that_only_an_old_version_has_room_for_makes_way_for_one_that_fits_the_newest() -> None:
+    """KV of 60 per engine. A version 1 group and a version 0 sample leave 20 each; rows of 30 and of 10 are next."""
+    scheduling = {"live_factor": 9.0, "legacy_fill": True}
+    driver = Driver(settings_of(staleness_max=3, scheduling=scheduling), rows=0, engines=0)
+    for engine in (0, 1):
+        driver.join(engine, 1, kv_tokens=60)
+    driver.host_all()
+    driver.prompts(3)
+    driver.complete(0)
+    driver.complete(1)
+    driver.train()
+    driver.host_all()
+    driver.prompts(1)
+    assert {(issue.group, issue.version) for issue in driver.out.values()} == {(2, 0), (3, 1)}
+    driver.prompts(1, tokens=30)
+    driver.prompts(1, tokens=10)
+    assert driver.running() == [2, 3], "no engine has room for the row of 30"
+    said = driver.finish(min(key for key in driver.out if key.group == 2))
+    assert sorted({(issue.group, issue.version) for issue in driver.said(m.Issue, said)}) == [(4, 0), (5, 1)]
+
+
 def test_sync_chooses_the_same_groups_as_a_loop_that_knows_nothing_of_versions() -> None:
     """K = 0: each step opens the next B rows, waits for all, trains them in the order in which they were complete."""
     order = [[1, 0], [0, 1], [1, 0], [1, 0], [0, 1]]

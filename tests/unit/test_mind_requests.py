@@ -223,3 +223,19 @@ def test_a_finish_of_what_was_given_up_and_waits_lets_the_next_group_open_at_onc
     assert sorted(driver.out) == [RequestKey(0, 0, 1), RequestKey(0, 2, 0)], "sample 1 waits"
     said = driver.say(m.Finished(**late, tokens=5, finish_reason="stop"))
     assert [issue.group for issue in driver.said(m.Issue, said)] == [1]
+
+
+def test_a_score_of_what_was_given_up_and_waits_lets_the_next_group_open_at_once() -> None:
+    """KV for two of three samples: the third, that waits again, keeps the next group from being opened."""
+    driver = Driver(settings_of(group_size=3, engines={"count": 1, "seats": 4}), rows=0, engines=0)
+    driver.join(0, 1, kv_tokens=100)
+    driver.host_all()
+    driver.prompts(1, tokens=45)
+    driver.finish(RequestKey(0, 0, 0))
+    late = RequestKey(0, 0, 0)
+    assert sorted(driver.out) == [RequestKey(0, 1, 0), RequestKey(0, 2, 0)]
+    driver.say(m.Failed(engine=None, incarnation=None, **late._asdict(), reason="bad row"))
+    driver.prompts(1, tokens=9)
+    assert driver.running() == [0], "sample 0 waits for room"
+    said = driver.score(late, 1.0, 0)
+    assert [issue.group for issue in driver.said(m.Issue, said)] == [1]

@@ -205,6 +205,7 @@ class Hearing:
             if request.place is not Place.WAITING:
                 self._fail(group, request, f"not scored: {word.error}")
             return
+        self.changed |= request.place is Place.WAITING
         if self.groups.scored(group, request, word):
             self.changed = True
             self._judge(group)

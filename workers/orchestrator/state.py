@@ -188,15 +188,24 @@ class Mind(Hearing):
         """Fill free seats: requests that wait, oldest version first, then new groups."""
         for version in sorted([v for v, books in self.groups.versions.items() if books.waiting]):
             self._place(version)
-        while not self.ended and self._may_open():
-            self._open(self.published, self.rows.unread.popleft(), "train", self.settings.group_size)
-            self._place(self.published)
-        if self.settings.scheduling.legacy_fill:
-            self._fill()
+        while not self.ended and (at := self._opening()) is not None:
+            self._open(at, self.rows.unread.popleft(), "train", self.settings.group_size)
+            self._place(at)
 
-    def _may_open(self) -> bool:
-        """The newest version has room for the next row, and lag allows it."""
-        return self._openable() > 0 and self._has_room(self.published)
+    def _opening(self) -> int | None:
+        """The version that has room for the next row and may open it: the newest, or with `legacy_fill` the newest of
+        those whose idle seats only they can use. Asked again for every row: one that fits nowhere but at an old version
+        may stand before one that the newest has room for."""
+        if self._openable() > 0 and self._has_room(self.published):
+            return self.published
+        if self.settings.scheduling.legacy_fill:
+            for version in sorted(self.fleet.hosts, reverse=True):
+                if version < self.published and self._has_room(version) and self._fillable(version):
+                    return version
+        return None
+
+    def _fillable(self, version: int) -> bool:
+        return window.fillable(self.rules, version, self.step_next, self.groups.live_by_version())
 
     def _has_room(self, version: int) -> bool:
         """A row is there, the version has a seat and KV for it, and nothing waits for that."""
@@ -208,18 +217,6 @@ class Mind(Hearing):
         tokens = tokens_max(self.rows.unread[0])
         too_long = tokens > self.fleet.request_limit()
         return too_long or self.fleet.pick(version, tokens, ()) is not None
-
-    def _fill(self) -> None:
-        """`legacy_fill`: idle seats that only an older version can use get new groups of that version."""
-        for version in sorted(self.fleet.hosts, reverse=True):
-            while (
-                not self.ended
-                and version < self.published
-                and self._has_room(version)
-                and window.fillable(self.rules, version, self.step_next, self.groups.live_by_version())
-            ):
-                self._open(version, self.rows.unread.popleft(), "train", self.settings.group_size)
-                self._place(version)
 
     def _open(self, version: int, row: m.PromptArrived, purpose: m.Purpose, size: int) -> None:
         tokens = tokens_max(row)
