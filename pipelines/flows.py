@@ -141,6 +141,7 @@ def evaluate(
     Args:
         run: The run's name or folder.
         every: Held-out rows on each version that this divides; 0 = on none, empty = on each if the run has such rows.
+            What the run had deleted before is missing, but with scheduling.weights_keep_every = this.
         runs_dir: Where names of runs are looked up.
     """
     from pipelines.evaluate import watch

@@ -198,7 +198,8 @@ class HeldOut:
         if not self.pins.missed:
             return []
         gone = ", ".join(map(str, sorted(self.pins.missed)))
-        return [f"versions {gone} were deleted before they were heard of: begin with the run, or see weights_keep"]
+        advice = f"begin with the run, or have it keep them for good (scheduling.weights_keep_every = {self.every})"
+        return [f"versions {gone} were deleted before they were heard of: {advice}"]
 
     def _evaluate(self, engine: Engine, pool: "_Grading", weights: WeightsRecord) -> None:
         began = clock.monotonic_s()

@@ -83,6 +83,8 @@ def disk_of(settings: Settings, model: ModelFolder) -> float:
     reference = _BYTES[settings.dtype] * settings.training.reference_changes
     checkpoints = (settings.training.checkpoints_keep + 1) * (CHECKPOINT_BYTES_PER_PARAMETER + reference)
     versions = settings.scheduling.weights_keep + settings.lag_max + 2 + settings.training.checkpoints_keep
+    if settings.scheduling.weights_keep_every:
+        versions += settings.steps // settings.scheduling.weights_keep_every + 1
     return (checkpoints + versions * _BYTES[settings.dtype]) * model.parameters / GIB + LOG_GIB
 
 
@@ -133,5 +135,5 @@ def _check_disk(settings: Settings, needed: float) -> None:
     if needed > free:
         raise BadInput(
             f"this run needs about {needed:.1f} GiB of disk for checkpoints, versions and its log, {place} has "
-            f"{free:.1f} GiB free: lower training.checkpoints_keep or scheduling.weights_keep, or set runs_dir"
+            f"{free:.1f} GiB free: lower training.checkpoints_keep or scheduling.weights_keep*, or set runs_dir"
         )

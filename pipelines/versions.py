@@ -30,6 +30,7 @@ def kept(run_dir: Path, version: int | None) -> WeightsRecord:
     if version not in there:
         raise BadInput(
             f"the files of version {version} are gone (kept: {said}); start the run with a larger "
-            "scheduling.weights_keep to keep more, or copy a version with `dora export` while it is there"
+            "scheduling.weights_keep or with scheduling.weights_keep_every, or copy a version with `dora export` while "
+            "it is there"
         )
     return known[version]

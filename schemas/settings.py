@@ -79,6 +79,7 @@ class Scheduling(Section):
         256, ge=1, description="Groups voided in a row, surplus ones apart, until the run stops."
     )
     weights_keep: int = Field(2, ge=1, description="Versions kept beyond those that something needs.")
+    weights_keep_every: int = Field(0, ge=0, description="A version that this divides is kept for good; 0 = none.")
 
 
 class Training(Section):

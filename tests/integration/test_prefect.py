@@ -150,7 +150,8 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
 
 @pytest.mark.full
 def test_an_evaluator_is_a_flow_run_of_its_own_and_ends_with_the_run(house: House, tmp_path: Path) -> None:
-    with house.run(tmp_path, "steps=30") as running:
+    """However late Prefect starts it: the run keeps what it is to evaluate."""
+    with house.run(tmp_path, "steps=30", "scheduling.weights_keep_every=5") as running:
         until_step(running, 1)
         place = {"run": str(running.run_dir), "every": 5}
         evaluator = house.ui.start(house.kept.place, flow="evaluate", **place)

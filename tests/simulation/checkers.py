@@ -298,6 +298,7 @@ class Checker(Progress):
         assert version not in self.deleted
         assert version != self.published, "the newest version (I5)"
         assert version <= self.published - self.settings.scheduling.weights_keep, "weights_keep"
+        assert not self._kept_for_good(version), "weights_keep_every"
         assert version not in (self.kept if self.kept is not None else (0,)), "a checkpoint needs it (I5)"
         assert all(self.groups[number].version != version for number in self.chosen), "chosen and untrained (I5)"
         self.deleted.add(version)
@@ -336,8 +337,12 @@ class Checker(Progress):
         assert not late, f"versions {late} were never retired"
         kept = {*(self.kept if self.kept is not None else (0,)), *hosted}
         lowest = min(self.step_next - self.K, self.published - self.settings.scheduling.weights_keep + 1)
-        late = [v for v in self.made if v < lowest and v not in self.deleted | kept]
+        late = [v for v in self.made if v < lowest and v not in self.deleted | kept and not self._kept_for_good(v)]
         assert not late, f"weights of versions {late} were never deleted"
+
+    def _kept_for_good(self, version: int) -> bool:
+        every = self.settings.scheduling.weights_keep_every
+        return every > 0 and version % every == 0
 
     # --- the world's truth ------------------------------------------------------------------------------
 

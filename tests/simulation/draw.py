@@ -94,6 +94,7 @@ def draw(seed: int) -> Drawn:
                     rng.choice([5, 256, 256]), modes.choice([3, 256]) if mode == "oversample" else 256
                 ),
                 "weights_keep": rng.randint(1, 3),
+                "weights_keep_every": random.Random(seed + 4_000_037).choice([0, 0, 2, 3]),
             },
             "dataset": [{"path": "rows.jsonl"}, {"path": "held.jsonl", "purpose": "eval"}],
             "evaluation": {"samples": rng.randint(1, 3) if evaluates else 0},

@@ -181,6 +181,7 @@ MUTANTS = (
         "return lowest, [0] if checkpoints is None else list(checkpoints)",
         "return lowest, []",
     ),
+    Mutant("what is kept for good is deleted", "state", " and not (every and version % every == 0):", ":"),
     Mutant(
         "the first evaluation waits for the end",
         "state",

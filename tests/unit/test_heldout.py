@@ -151,7 +151,8 @@ def test_what_was_deleted_before_it_was_heard_of_is_named(run_dir: Path) -> None
     Store(run_dir / "weights").delete(3)
     missing = _held(run_dir, 1).missing()
     assert missing == [
-        "versions 3 were deleted before they were heard of: begin with the run, or see weights_keep"
+        "versions 3 were deleted before they were heard of: begin with the run, or have it keep them for good "
+        "(scheduling.weights_keep_every = 1)"
     ]  # fmt: skip
     assert evaluated(run_dir) == {0, 1, 2, 4, 5, 6}
 

@@ -212,6 +212,17 @@ def test_weights_go_when_the_window_and_checkpoints_have_passed_them() -> None:
     assert [effect.version for effect in driver.said(m.DeleteWeights)] == [1, 2, 0]
 
 
+def test_every_third_version_stays_for_whoever_evaluates_it_later() -> None:
+    driver = Driver(settings_of(mode="sync", steps=9, scheduling={"weights_keep_every": 3}))
+    driver.say(m.CheckpointSaved(version=0, kept=()))
+    for _ in range(8):
+        for group in driver.running():
+            driver.complete(group)
+        driver.train()
+        driver.host_all()
+    assert [effect.version for effect in driver.said(m.DeleteWeights)] == [1, 2, 4, 5], "7 and 8: weights_keep"
+
+
 def test_prompts_are_wanted_ahead_and_each_demand_is_said_once() -> None:
     driver = Driver(rows=0)
     assert [want.rows for want in driver.said(m.WantPrompts)] == [8]

@@ -270,11 +270,11 @@ class Mind(Hearing):
             self.groups.forget(version)
             self.fleet.forget(version)
             self.effects.append(m.RetireVersion(version=version))
-        keep = self.settings.scheduling.weights_keep
+        keep, every = self.settings.scheduling.weights_keep, self.settings.scheduling.weights_keep_every
         lowest, kept = window.needed(self.rules, self.step_next, self.published, keep, self.checkpoints)
         chosen = [group.version for group in self.chosen]
         for version in [v for v in self.undeleted if v < lowest and v not in self.unretired]:
-            if version not in kept and version not in chosen:
+            if version not in kept and version not in chosen and not (every and version % every == 0):
                 self.undeleted.remove(version)
                 self.effects.append(m.DeleteWeights(version=version))
 
