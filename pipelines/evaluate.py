@@ -5,15 +5,15 @@ Rule 2: live, tables are kept in the run's folder with the positions they stand 
 without `--follow` counts anew.
 """
 
-import fcntl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines import children, tap_source
+from pipelines.alone import alone
 from pipelines.config_file import read_resolved
 from pipelines.tap_positions import Positions, Since
 from pipelines.tap_source import OpenBus, Piece, Source
@@ -21,11 +21,12 @@ from schemas.settings import Settings
 from schemas.tables import Table
 from schemas.topics import Topics
 from workers.runtime import clock
-from workers.runtime.errors import BadInput
 from workers.taps import tables as running
 from workers.taps.tables import Tables
 from workers.transport.records.bus import BusUnavailable, publish
 
+LOCK = "evaluator.lock"
+"""In the run's folder: of two evaluators of one run the second is refused."""
 SAY_S = 10.0
 """Tables are said at most so often, and so seldom that counting takes a twentieth of the time."""
 TURN_S = 1.0
@@ -129,7 +130,8 @@ def watch(
     run has ended or `stopping`. What could not be had, in sentences. BadInput, BusUnavailable."""
     if every is None:
         every = int(any(dataset.purpose == "eval" for dataset in read_resolved(run_dir).dataset))
-    with alone(run_dir), ThreadPoolExecutor(1) as threads:
+    refusal = f"another `dora eval --follow` works on {run_dir}: end it first"
+    with alone(run_dir / LOCK, refusal), ThreadPoolExecutor(1) as threads:
         heldout = None
         if every:
             from pipelines.heldout import HeldOut
@@ -154,17 +156,6 @@ def _tables(
     following = Follow(run_dir, on_tables, stopping, open_bus)
     following.run()
     return following.damage
-
-
-@contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
-    """Of two evaluators of one run the second is refused. BadInput."""
-    with (run_dir / "evaluator.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(f"another `dora eval --follow` works on {run_dir}: end it first") from None
-        yield
 
 
 def _publish(settings: Settings, broker: str, cells: Sequence[Table], open_bus: OpenBus) -> None:

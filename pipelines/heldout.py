@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic import ValidationError
 
-from pipelines import prompts, tap_source
+from pipelines import archived, prompts, tap_source
 from pipelines.config_file import read_resolved
-from pipelines.processes import worker_environment
+from pipelines.engines import engine_of
+from pipelines.processes import set_environment
 from pipelines.tap_positions import Positions, Since
 from pipelines.tap_source import OpenBus, Source
 from schemas import arrow
@@ -107,19 +107,16 @@ class Pins(threading.Thread):
     def run(self) -> None:
         try:
             for piece in self._source.pieces():
-                for text in piece.rows.column("value").to_pylist():
-                    self._hear(text)
+                for _, weights in archived.records("weights", piece.rows):
+                    if isinstance(weights, WeightsRecord):  # what is not: no engine can read it either
+                        self._hear(weights)
         except BaseException as error:
             self.failed = error
             raise
         finally:
             self.ready.put(None)
 
-    def _hear(self, text: str) -> None:
-        try:
-            weights = WeightsRecord.model_validate_json(text)
-        except ValidationError:
-            return  # no engine can read it either
+    def _hear(self, weights: WeightsRecord) -> None:
         if weights.version % self._every or weights.version in self._seen:
             return
         self._seen.add(weights.version)
@@ -184,7 +181,8 @@ class HeldOut:
                 if weights is None:
                     break
                 if engine is None:
-                    engine = engine_of(self.settings)
+                    set_environment(self.settings, "rollout")
+                    engine = engine_of(self.settings, number=ENGINE)
                     stack.callback(engine.close)
                     pool = stack.enter_context(_Grading(self.settings, self.graders))
                 self._evaluate(engine, pool, weights)
@@ -211,19 +209,6 @@ class HeldOut:
         shutil.rmtree(self.run_dir / PINNED / f"v{weights.version:06d}", ignore_errors=True)
         seconds = round(clock.monotonic_s() - began, 1)
         self.log.info("evaluated", version=weights.version, rows=len(rows), seconds=seconds)
-
-
-def engine_of(settings: Settings) -> Engine:
-    """As an engine of the run, but alone. BadInput if vLLM refuses the model or the settings."""
-    for name, value in worker_environment(settings, "rollout").items():
-        os.environ.setdefault(name, value)  # libraries read it when they are loaded
-    if settings.engines.kind == "vllm":
-        from workers.rollout.engines.vllm_engine import VllmEngine
-
-        return VllmEngine(settings, Path(settings.model), number=ENGINE)
-    from workers.rollout.engines.paced_engine import PacedEngine
-
-    return PacedEngine(settings)
 
 
 def sampled(

@@ -6,16 +6,13 @@ Rule 1: how far a sink is stands in its output and nowhere else (`Sink.position`
 Rule 2: one process writes to an output: the others are refused.
 """
 
-import fcntl
 import importlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from pipelines import tap_source
+from pipelines import archived, tap_source
+from pipelines.alone import alone
 from pipelines.config_file import read_resolved
 from pipelines.sinks.base import Point, Sink
 from pipelines.tap import Ask, Stream
@@ -47,7 +44,8 @@ def send(
         raise BadInput(f"sink {sink!r} is not known; there are {', '.join(SINKS)}")
     run = read_resolved(run_dir).name
     stream = Stream(run_dir, Ask("metrics", follow=follow), stopping, open_bus)
-    with _only_one(folder, sink, run):
+    refusal = f"{folder}: another `dora metrics` writes {sink} of run {run} there"
+    with alone(folder / f".{run}.{sink}.lock", refusal):
         module, name = SINKS[sink]
         opened: Sink = getattr(importlib.import_module(f"pipelines.sinks.{module}"), name)(folder, run)
         try:
@@ -72,28 +70,9 @@ def _points(stream: Stream) -> Iterator[list[Point]]:
     step = 0
     for part in stream.parts():
         points = []
-        for offset, text in zip(part.batch["offset"].to_pylist(), part.batch["value"].to_pylist(), strict=True):
-            try:
-                said = MetricPoint.model_validate_json(text)
-            except ValidationError:
-                continue
-            step = step if said.step is None else said.step
-            values = {f"{said.source}/{name}": value for name, value in said.values.items()}
-            points.append(Point(offset, said.at, step, values))
+        for offset, said in archived.records("metrics", part.batch):
+            if isinstance(said, MetricPoint):
+                step = step if said.step is None else said.step
+                values = {f"{said.source}/{name}": value for name, value in said.values.items()}
+                points.append(Point(offset, said.at, step, values))
         yield points
-
-
-@contextmanager
-def _only_one(folder: Path, sink: str, run: str) -> Iterator[None]:
-    """The lock goes with the process, however it ends. BadInput."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f".{run}.{sink}.lock").open("w")
-    except OSError as error:
-        raise BadInput(f"{folder}: cannot be written: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(f"{folder}: another `dora metrics` writes {sink} of run {run} there") from None
-        yield

@@ -1,6 +1,6 @@
 """The processes of a run: kind, number, command line, environment. Nothing is started here.
 
-A worker started by hand gets the same environment (`worker_environment` fills what is not set).
+What works as a worker without being started as one gets the same environment (`set_environment`).
 """
 
 import os
@@ -51,6 +51,12 @@ def worker_environment(settings: Settings, kind: str) -> dict[str, str]:
     if kind == "rollout" and settings.engines.kind == "vllm":
         shared |= _VLLM
     return shared
+
+
+def set_environment(settings: Settings, kind: str) -> None:
+    """Of this process, where it is not set; before the libraries are loaded that read it."""
+    for name, value in worker_environment(settings, kind).items():
+        os.environ.setdefault(name, value)
 
 
 def specs(settings: Settings, run_dir: Path, broker: str) -> list[ProcessSpec]:

@@ -11,7 +11,6 @@ Rule 3: what the archive lacks, or what in it cannot have been trained, is bad i
 
 import itertools
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from pydantic import ValidationError
 from pipelines import environment
 from pipelines.config_file import read_resolved
 from pipelines.learners import learner_of
-from pipelines.processes import worker_environment
+from pipelines.processes import set_environment
 from schemas.arrow import TRAJECTORY, to_rows
 from schemas.messages import BatchRecord, Message, WeightsRecord
 from schemas.settings import Settings
@@ -86,8 +85,7 @@ def replay(run_dir: Path, wanted: int | None, on_step: Callable[[StepAgain], Non
     """Train step `wanted` again, from the nearest checkpoint on; None = all steps, from the initial weights. `on_step`
     hears of each as it comes. BadInput."""
     settings = read_resolved(run_dir)
-    for name, value in worker_environment(settings, "trainer").items():
-        os.environ.setdefault(name, value)  # libraries read it when they are loaded
+    set_environment(settings, "trainer")
     run = _Archived(run_dir, settings)
     last = run.last_step() if wanted is None else run.trained_step(wanted)
     found = None if wanted is None else checkpoint.latest_complete(run_dir / "checkpoints", until=wanted)

@@ -12,7 +12,6 @@ Rule 3: in float32 every token must come again. bfloat16 rounds enough that anot
 """
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from pipelines import versions
 from pipelines.config_file import read_resolved
 from pipelines.engines import engine_of
-from pipelines.processes import worker_environment
+from pipelines.processes import set_environment
 from pipelines.replay_group import rows_of
 from schemas.ids import RequestKey, sampling_seed
 from schemas.messages import RequestRecord
@@ -85,8 +84,7 @@ def regenerate(run_dir: Path, group: int) -> Regenerated:
     for row, (_, again) in zip(rows, stays, strict=True):
         there = {weights[stay["version"]].fingerprint for stay in row["engine_path"]}
         again.strange = sorted({stay["fingerprint"] for stay in row["engine_path"]} - there)
-    for name, value in worker_environment(settings, "rollout").items():
-        os.environ.setdefault(name, value)  # libraries read it when they are loaded
+    set_environment(settings, "rollout")
     engine = engine_of(settings)
     try:
         for version, record in weights.items():

@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
+from pipelines import archived
 from schemas.messages import WeightsRecord
 from workers.runtime.errors import BadInput
-from workers.taps import archive
 from workers.transport.weights.store import Store
 
 
-def announced(run_dir: Path) -> dict[int, WeightsRecord]:
-    """By version, from the archive: the first record of a version is the one that counts."""
+def announced(run_dir: Path, damage: list[str]) -> dict[int, WeightsRecord]:
+    """By version, from the archive: the first record of a version is the one that counts. What cannot be read is said
+    in `damage`."""
     found: dict[int, WeightsRecord] = {}
-    for text in archive.read(run_dir, "weights").column("value").to_pylist():
-        record = WeightsRecord.model_validate_json(text)
+    for record in archived.of_archive(run_dir, "weights", damage):
+        assert isinstance(record, WeightsRecord)
         found.setdefault(record.version, record)
     return found
 
@@ -20,7 +21,10 @@ def announced(run_dir: Path) -> dict[int, WeightsRecord]:
 def kept(run_dir: Path, version: int | None) -> WeightsRecord:
     """What was announced of a version (None: the newest) whose files are there. BadInput says which are kept, and how
     to keep more."""
-    known, there = announced(run_dir), Store(run_dir / "weights").versions()
+    damage: list[str] = []
+    known, there = announced(run_dir, damage), Store(run_dir / "weights").versions()
+    if version not in known:
+        archived.complain(damage)
     if version is None:
         version = max(known, default=0)
     said = ", ".join(map(str, there)) or "none"

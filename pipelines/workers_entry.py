@@ -3,14 +3,13 @@
 What a kind needs is imported when it is needed: a scorer never loads an engine.
 """
 
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
 from pipelines.config_file import read_resolved
-from pipelines.processes import metrics_port, process_name, worker_environment
+from pipelines.processes import metrics_port, process_name, set_environment
 from workers.runtime.errors import BadInput
 from workers.runtime.process import Process, run_service
 from workers.transport.records.bus import Bus
@@ -24,8 +23,7 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
     if kind not in KINDS:
         raise BadInput(f"worker {kind!r} is not known; there are {', '.join(KINDS)}")
     settings = read_resolved(run_dir)
-    for name, value in worker_environment(settings, kind).items():
-        os.environ.setdefault(name, value)  # libraries read it when they are loaded, below
+    set_environment(settings, kind)
     port = metrics_port(settings, kind, number)
     process = Process(process_name(kind, number), settings, run_dir.resolve(), port)
     serve = _SERVICES[kind]

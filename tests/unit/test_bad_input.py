@@ -174,6 +174,18 @@ def test_a_record_that_lacks_a_field_is_named_and_the_rest_is_told(run_dir: Path
     assert len(list(messages(run_dir, kind, damage))) == len(rows) - 1
 
 
+def test_an_announcement_that_cannot_be_read_costs_its_own_version(run_dir: Path) -> None:
+    file = _first(run_dir, "weights")
+    rows = _table(file).to_pylist()
+    place = next(n for n, row in enumerate(rows) if json.loads(row["value"])["version"] == 1)
+    rows[place]["value"] = rows[place]["value"].replace('"fingerprint"', '"finger"')
+    archive.write_file(file, pa.Table.from_pylist(rows, archive.TEXT_SCHEMA))
+    unread = f"archive/weights: record {rows[place]['partition']}:{rows[place]['offset']} cannot be read"
+    _refused(dora("export", str(run_dir), "out", "--version", "1"), unread, "fingerprint")
+    _refused(dora("export", str(run_dir), "out"), unread)
+    _refused(dora("export", str(run_dir), "out", "--version", "2"), "the files of version 2 are gone")
+
+
 def test_what_strangers_wrote_is_no_damage(run_dir: Path) -> None:
     file = _first(run_dir, "metrics")
     rows = _table(file).to_pylist()

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines import heldout
+from pipelines.alone import alone
 from pipelines.cli import app
 from pipelines.config_file import write_resolved
-from pipelines.evaluate import alone
+from pipelines.evaluate import LOCK
 from pipelines.heldout import HeldOut, Pins, evaluated, pin
 from schemas import messages as m
 from schemas.settings import Settings
@@ -43,7 +44,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def run_dir(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An archived run that ended, with the files of all versions."""
-    monkeypatch.setattr(heldout, "engine_of", lambda settings: PacedEngine(settings, pace=0.0, load_s=0.0))
+    monkeypatch.setattr(heldout, "engine_of", lambda settings, **_: PacedEngine(settings, pace=0.0, load_s=0.0))
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     write_resolved(settings, folder)
@@ -187,7 +188,7 @@ def test_pins_are_made_while_an_engine_is_busy(run_dir: Path) -> None:
 
 
 def test_what_cannot_be_evaluated_is_said(run_dir: Path, settings: Settings) -> None:
-    with alone(run_dir):
+    with alone(run_dir / LOCK, "this one has it"):
         done = CliRunner().invoke(app, ["eval", str(run_dir), "--follow"])
         assert (done.exit_code, "another `dora eval --follow` works on" in done.stderr) == (2, True)
     assert "only `--follow` samples" in CliRunner().invoke(app, ["eval", str(run_dir), "--every", "2"]).stderr
