@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from uuid import UUID
 
 from prefect import flow, get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
@@ -27,6 +27,7 @@ from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from pipelines import config_file, faults, home, launch
+from pipelines.artifacts import Artifacts
 from pipelines.home import Launch
 from pipelines.reporter import AWAY, IMPATIENT, Reporter
 from pipelines.runs import RESOLVED, find_run
@@ -171,7 +172,7 @@ class _Evaluation:
         self.stopping = threading.Event()
         self.last: Sequence[Table] = ()
         self._flow_run, self._run_dir = flow_run, run_dir
-        self._made: dict[str, UUID] = {}
+        self._artifacts = Artifacts(flow_run)
 
     def show(self, tables: Sequence[Table]) -> None:
         """A server that is away is told later."""
@@ -180,24 +181,16 @@ class _Evaluation:
         self.last = tables
         found = evaluate_command.found(self._run_dir, tables, [])
         try:
-            self._put("table", json.dumps(found["cells"]))
-            self._put("markdown", f"```\n{evaluate_command.as_text(found)}\n```")
-            self._hear()
+            with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
+                run = self._run_dir.name
+                self._artifacts.put(client, "table", f"{run}-samples", json.dumps(found["cells"]))
+                text = f"```\n{evaluate_command.as_text(found)}\n```"
+                self._artifacts.put(client, "markdown", f"{run}-evaluation", text)
+                self._hear(client)
         except AWAY as error:
             print(f"not shown: {error}")
 
-    def _put(self, kind: str, data: str) -> None:
-        with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
-            if kind in self._made:
-                client.update_artifact(self._made[kind], ArtifactUpdate(data=data))
-                return
-            word = {"table": "samples", "markdown": "evaluation"}[kind]
-            key = "".join(c if c.isalnum() else "-" for c in f"{self._run_dir.name}-{word}".lower())
-            create = ArtifactCreate(key=key, type=kind, data=data, flow_run_id=self._flow_run)
-            self._made[kind] = client.create_artifact(create).id
-
-    def _hear(self) -> None:
-        with temporary_settings(IMPATIENT), get_client(sync_client=True) as client:
-            state = client.read_flow_run(self._flow_run).state
+    def _hear(self, client: SyncPrefectClient) -> None:
+        state = client.read_flow_run(self._flow_run).state
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
             self.stopping.set()

@@ -20,8 +20,7 @@ from uuid import UUID
 import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate, LogCreate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
@@ -29,6 +28,7 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RET
 from prefect.states import Suspended
 
 from pipelines import pictures, plots, snapshot
+from pipelines.artifacts import Artifacts
 from pipelines.children import write_whole
 from pipelines.home import Launch
 from pipelines.reporter_tasks import ProcessTasks
@@ -75,7 +75,7 @@ class Reporter(threading.Thread):
         self._shown: Snapshot | None = None
         self._shown_at = self._said_at = 0.0
         self._outcome: Outcome | None = None
-        self._artifacts: dict[str, UUID] = {}
+        self._artifacts = Artifacts(flow_run)
         self._named = False
         self._told = Told()
         self._history = plots.History()
@@ -165,18 +165,9 @@ class Reporter(threading.Thread):
         self._shown, self._shown_at = now, clock.monotonic_s()
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any) -> None:
-        """Made by the flow run's first process, updated by it and by those that go on."""
-        if not self._artifacts:
-            mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run]))
-            self._artifacts = {str(found.type): found.id for found in client.read_artifacts(artifact_filter=mine)}
-        if kind in self._artifacts:
-            client.update_artifact(self._artifacts[kind], ArtifactUpdate(data=data))
-            return
         word = {"markdown": "report"}.get(kind, kind)
-        key = "".join(c if c.isalnum() else "-" for c in f"{self._run or 'refused'}-{word}".lower())
         text = {"progress": "Steps done.", "table": "Window, queues and engines."}.get(kind, "How the run stands.")
-        create = ArtifactCreate(key=key, type=kind, data=data, description=text, flow_run_id=self._flow_run)
-        self._artifacts[kind] = client.create_artifact(create).id
+        self._artifacts.put(client, kind, f"{self._run or 'refused'}-{word}", data, text)
 
     def _show_line(self, client: SyncPrefectClient, now: Snapshot) -> None:
         """How it stands, now and then; how it ended."""

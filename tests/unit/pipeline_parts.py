@@ -1,10 +1,12 @@
 """What the tests of the people's side share: a small tokenizer folder, datasets, settings, a runner for the command."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipelines.children import RunLock
 from schemas.settings import Settings
 
 CHAT = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -17,6 +19,18 @@ MODEL_CONFIG = {
     "vocab_size": 258,
     "max_position_embeddings": 4096,
 }
+
+
+@contextmanager
+def supervised(run_dir: Path) -> Iterator[None]:
+    """A run that its supervisor works on: this process."""
+    lock = RunLock(run_dir)
+    lock.take()
+    lock.note(broker="in memory")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_model(folder: Path) -> Path:

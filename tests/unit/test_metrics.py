@@ -7,19 +7,19 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from pipelines import children
 from pipelines.cli import app
 from pipelines.metrics import SINKS, send
 from schemas.messages import MetricPoint
 from schemas.topics import Topics
+from tests.unit.pipeline_parts import supervised
 from tests.unit.reward_rows import a_process
 from tests.unit.small_run import CONFIG
 from workers.runtime.errors import BadInput
@@ -66,16 +66,6 @@ class Live:
         process = a_process(self.folder, "archive")
         process.stopping.set()
         assert archive.serve(process, self.bus) == 0
-
-    @contextmanager
-    def live(self) -> Iterator[None]:
-        lock = children.RunLock(self.folder)
-        lock.take()
-        lock.note(broker="in memory")
-        try:
-            yield
-        finally:
-            lock.release()
 
     def send(self, sink: str, out: Path, **more: Any) -> int:
         return send(self.folder, sink, out, open_bus=lambda *_: nullcontext(self.bus), **more)
@@ -169,7 +159,7 @@ def needs(sink: str) -> None:
 def test_a_sink_that_is_started_again_and_again_has_each_point_of_a_live_run_once(tmp_path: Path, sink: str) -> None:
     needs(sink)
     run, out = Live(tmp_path / "r"), tmp_path / "out"
-    with run.live():
+    with supervised(run.folder):
         assert run.send(sink, out) == 0
         for count in (4, 1, 7):
             run.say(count)
@@ -226,7 +216,7 @@ def test_figures_that_are_not_finite_and_points_that_cannot_be_read_stop_nothing
 
 def test_a_follower_ends_with_the_run_and_a_second_one_is_refused_meanwhile(tmp_path: Path) -> None:
     run, out, sent = Live(tmp_path / "r"), tmp_path / "out", list[int]()
-    with run.live():
+    with supervised(run.folder):
         run.say(3)
         follower = threading.Thread(target=lambda: sent.append(run.send("jsonl", out, follow=True)))
         follower.start()

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Cancelling, Paused, Running, Suspended
 
-from pipelines import pictures, plots, reporter
+from pipelines import flows, pictures, plots, reporter
 from pipelines.home import Launch
 from pipelines.reporter import Reporter
 from pipelines.snapshot import EngineView, Snapshot
@@ -123,6 +124,16 @@ def test_there_is_one_artifact_of_each_kind_whoever_goes_on_with_the_flow_run(st
     _show(second, stage)
     assert sorted(stage.server.shown()) == ["markdown", "progress", "table"]
     assert stage.server.shown()["progress"] == 100.0
+
+
+def test_an_evaluator_that_is_started_again_updates_what_the_first_one_made(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows, "get_client", lambda **_: nullcontext(stage.server))
+    flow_run = uuid4()
+    for _ in range(2):
+        flows._Evaluation(flow_run, stage.folder / "r").show([])
+    assert sorted(made.key for made in stage.server.artifacts.values()) == ["r-evaluation", "r-samples"]
 
 
 def _works(stage: Stage, **pids: int) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from pipelines import children, evaluate
+from pipelines import evaluate
 from pipelines.cli import app
 from pipelines.evaluate import Follow, tables_of
 from schemas import arrow
@@ -23,6 +23,7 @@ from schemas import messages as m
 from schemas.codec import arrow_headers, decode_of_topic
 from schemas.tables import STRATA, Cell, Learned, Table, stratum
 from schemas.topics import Topics, score_partition, version_key
+from tests.unit.pipeline_parts import supervised
 from tests.unit.reward_rows import Deadline, a_bus, a_process, a_row, records
 from tests.unit.small_run import CONFIG
 from workers.taps import archive
@@ -235,9 +236,6 @@ def test_live_tables_are_said_on_their_topic_and_go_on_after_a_restart(
     monkeypatch.setattr(evaluate, "SAY_S", 0.1)
     folder = tmp_path / "r"
     bus = _begun(folder, 1)
-    lock = children.RunLock(folder)
-    lock.take()
-    lock.note(broker="in memory")
 
     def wait(until: Callable[[], bool]) -> None:
         deadline, pause = Deadline(), threading.Event()
@@ -245,7 +243,7 @@ def test_live_tables_are_said_on_their_topic_and_go_on_after_a_restart(
             deadline.check("the tables")
             pause.wait(0.05)
 
-    try:
+    with supervised(folder):
         stopping, thread = _following(folder, bus)
         wait(lambda: by_cell(_on_the_topic(bus)) == by_cell(tables_of(folder, [], lambda *_: nullcontext(bus))))
         stopping.set()
@@ -259,8 +257,6 @@ def test_live_tables_are_said_on_their_topic_and_go_on_after_a_restart(
         stopping, thread = _following(folder, bus)
         wait(lambda: by_cell(_on_the_topic(bus)) == by_cell(tables_of(folder, [], lambda *_: nullcontext(bus))))
         _archive(folder, bus)
-    finally:
-        lock.release()
     thread.join(30)
     assert not thread.is_alive()
     assert by_cell(tables_of(folder, [])) == counted(folder)

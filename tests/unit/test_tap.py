@@ -3,17 +3,18 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from pipelines import children, tap_columns
+from pipelines import tap_columns
 from pipelines.tap import Ask, Shown, Stream, tap, topics_of
 from pipelines.tap_positions import Positions, parse
 from schemas.topics import KINDS, Topics
+from tests.unit.pipeline_parts import supervised
 from tests.unit.reward_rows import Deadline, a_bus, a_process, a_row, complete
 from tests.unit.small_run import CONFIG, write_run
 from workers.runtime.errors import BadInput
@@ -36,18 +37,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _keys(batches: list[pa.RecordBatch]) -> list[FIELDS]:
     rows = [row for batch in batches for row in batch.to_pylist()]
     return [(row["partition"], row["offset"], row["group"], row["index"]) for row in rows]
-
-
-@contextmanager
-def _live(folder: Path) -> Iterator[None]:
-    """A run that its supervisor works on."""
-    lock = children.RunLock(folder)
-    lock.take()
-    lock.note(broker="in memory")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _begun(folder: Path) -> MemoryBus:
@@ -104,7 +93,7 @@ def test_rows_of_one_record_are_parted_too(tmp_path: Path) -> None:
     bus = _begun(tmp_path / "r")
     for group in (0, 1, 2):
         complete(bus, [a_row(group, index) for index in range(3)])
-    with _live(tmp_path / "r"):
+    with supervised(tmp_path / "r"):
         whole = _keys(_shown(_stream(tmp_path / "r", bus).parts()))
         assert len(whole) == 9
         for count in range(1, 9):
@@ -168,7 +157,7 @@ def test_a_follow_tap_waits_for_a_broker_that_is_away_and_ends_with_the_archive(
     (folder / "config.toml").write_text(CONFIG)
     bus = _Moody()
     bus.make_topics(TOPICS.specs())
-    with _live(folder):
+    with supervised(folder):
         complete(bus, [a_row(0, 0)])
         following = _Following(folder, bus)
         following.wait(1)
@@ -196,7 +185,7 @@ def test_without_follow_a_broker_that_is_away_is_an_error(tmp_path: Path) -> Non
     (folder / "config.toml").write_text(CONFIG)
     bus = _Moody()
     bus.away = True
-    with _live(folder), pytest.raises(BusUnavailable):
+    with supervised(folder), pytest.raises(BusUnavailable):
         _shown(_stream(folder, bus).parts())
 
 
@@ -205,7 +194,7 @@ def test_what_is_archived_and_still_on_the_broker_comes_once(tmp_path: Path) -> 
     complete(bus, [a_row(0, 0)])
     _archive(tmp_path / "r", bus)
     complete(bus, [a_row(0, 1)])
-    with _live(tmp_path / "r"):
+    with supervised(tmp_path / "r"):
         rows = _keys(_shown(_stream(tmp_path / "r", bus).parts()))
         (count,) = [
             topic["rows"]
@@ -222,7 +211,7 @@ def test_now_shows_only_what_comes_later(tmp_path: Path) -> None:
     complete(bus, [a_row(0, 0)])
     _archive(folder, bus)
     complete(bus, [a_row(1, 0)])
-    with _live(folder):
+    with supervised(folder):
         assert _shown(_stream(folder, bus, since="now").parts()) == []
         following = _Following(folder, bus, since="now")
         deadline, pause = Deadline(), threading.Event()
@@ -259,7 +248,7 @@ def test_requests_of_a_retired_version_come_from_the_archive(tmp_path: Path) -> 
     bus.delete_topics([TOPICS.requests(0)])
     bus.producer().send(TOPICS.requests(1), b'{"version": 1, "group": 7}', {})
     bus.producer().send(TOPICS.requests(1), b"no json", {})
-    with _live(folder):
+    with supervised(folder):
         stream = Stream(folder, Ask("requests"), open_bus=lambda *_: nullcontext(bus))
         rows = [row for batch in _shown(stream.parts()) for row in batch.to_pylist()]
     assert [(row["version"], row["offset"], row["group"]) for row in rows] == [(0, 0, None), (1, 0, None), (1, 1, 7)]
@@ -270,7 +259,7 @@ def test_a_record_that_cannot_be_read_stops_no_tap(tmp_path: Path) -> None:
     bus = _begun(tmp_path / "r")
     bus.producer().send(TOPICS.completions, b"no arrow", {})
     complete(bus, [a_row(4, 0)])
-    with _live(tmp_path / "r"):
+    with supervised(tmp_path / "r"):
         assert [g for _, _, g, _ in _keys(_shown(_stream(tmp_path / "r", bus).parts()))] == [4]
 
 
@@ -281,7 +270,7 @@ def test_a_stopped_follow_tap_ends_at_once(tmp_path: Path) -> None:
     def opened(*_: object) -> AbstractContextManager[Bus]:
         return nullcontext(bus)
 
-    with _live(tmp_path / "r"):
+    with supervised(tmp_path / "r"):
         for part in Stream(tmp_path / "r", Ask("completions", follow=True), stopping, opened).parts():
             assert part.place is None
             stopping.set()
@@ -324,7 +313,7 @@ def test_a_topic_deleted_under_the_taps_eyes_is_read_from_the_archive(tmp_path: 
     for version in (0, 1):
         bus.make_topics([TOPICS.requests_spec(version, 1)])
         bus.producer().send(TOPICS.requests(version), json.dumps({"version": version}).encode(), {})
-    with _live(folder):
+    with supervised(folder):
         stream = Stream(folder, Ask("requests"), open_bus=lambda *_: nullcontext(bus))
         rows = [row["version"] for batch in _shown(stream.parts()) for row in batch.to_pylist()]
     assert sorted(rows) == [0, 1]
