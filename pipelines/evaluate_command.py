@@ -10,6 +10,7 @@ from typing import Any
 from pipelines import pictures
 from pipelines.archived import complain
 from pipelines.case_study import shown
+from pipelines.config_file import read_resolved
 from pipelines.evaluate import tables_of, watch
 from schemas.tables import Cell, Learned, Table
 from workers.runtime.errors import BadInput
@@ -40,7 +41,7 @@ def show(run_dir: Path, *, every: int | None, follow: bool, as_json: bool) -> in
         stopping.set()
 
     on_stop_signals(stop)
-    to_stderr()
+    to_stderr(read_resolved(run_dir).name)
     for sentence in watch(run_dir, every, lambda now: _print(run_dir, now, damage, as_json=as_json), stopping):
         print(f"dora: {sentence}", file=sys.stderr)
     _print(run_dir, tables_of(run_dir, damage) if not signals else [], damage, as_json=as_json)

@@ -8,7 +8,6 @@ Rule 3: an onlooker hears of the run and may ask it to stop; the run never waits
 """
 
 import contextlib
-import logging
 import shutil
 import signal
 import sys
@@ -27,6 +26,7 @@ from pipelines.supervise import Outcome, StopRequest, Supervisor
 from schemas.settings import Settings
 from schemas.topics import Topics
 from workers.runtime.errors import BadInput, DoraError
+from workers.runtime.log import to_file
 from workers.runtime.process import on_stop_signals
 from workers.transport.records.bus import Bus
 
@@ -75,7 +75,7 @@ def run(settings: Settings, stem: str, resume: bool, onlooker: Onlooker | None =
     lock = RunLock(run_dir)
     cleared = lock.take()
     try:
-        _log_to(run_dir)
+        _log_to(run_dir, settings.name)
         config_file.write_resolved(settings, run_dir)
         if cleared:
             print(f"ended what a crash had left running: {', '.join(cleared)}", file=sys.stderr)
@@ -117,14 +117,10 @@ def _claim(settings: Settings, stem: str, resume: bool) -> tuple[Settings, Path]
     raise BadInput(f"{runs}: no free name among {names[0]} .. {names[-1]}: choose one by --set name=...")
 
 
-def _log_to(run_dir: Path) -> None:
+def _log_to(run_dir: Path, run: str) -> None:
     """The supervisor's own log, as every process has one."""
     (run_dir / "logs").mkdir(exist_ok=True)
-    handler = logging.FileHandler(run_dir / "logs" / "supervisor.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("kafka", "urllib3", "httpx", "prefect"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    to_file(run_dir / "logs" / "supervisor.log", run)
 
 
 def _run(settings: Settings, run_dir: Path, lock: RunLock, onlooker: Onlooker) -> Outcome:

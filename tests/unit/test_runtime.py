@@ -1,5 +1,6 @@
 """The body of a worker process: its log lines, its clock, its exit codes, its signals."""
 
+import json
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from workers.runtime import clock
 from workers.runtime.errors import BadInput, DoraError, ProbeMismatch, WeightsUnavailable
-from workers.runtime.log import Log, _Line
+from workers.runtime.log import Line, Log
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
@@ -36,8 +37,20 @@ def _run(code: str) -> "subprocess.CompletedProcess[str]":
 def test_a_log_line_is_time_level_process_event_and_fields(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         Log("rollout-0").info("swapped", version=3, load_s=0.41)
-    line = _Line().format(caplog.records[-1])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO rollout-0 swapped version=3 load_s=0.41", line)
+    line = Line("r").format(caplog.records[-1])
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(time + " INFO rollout-0 swapped version=3 load_s=0.41 run=r", line)
+
+
+def test_fields_read_back_whatever_is_in_them(caplog: pytest.LogCaptureFixture) -> None:
+    said = {"reason": 'no "answer", a = b\nin row 3', "detail": "", "folder": "a b", "group": 7, "error": None}
+    with caplog.at_level(logging.INFO):
+        Log("reward-0").info("not_scored", **said, version=(3, 4))
+    line = Line("r").format(caplog.records[-1])
+    assert "\n" not in line
+    fields = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)', line)
+    read = {name: json.loads(text) if text.startswith('"') else text for name, text in fields}
+    assert read == {name: str(value) for name, value in said.items()} | {"version": "3,4", "run": "r"}
 
 
 def test_a_log_line_of_an_exception_carries_its_trace(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +58,7 @@ def test_a_log_line_of_an_exception_carries_its_trace(caplog: pytest.LogCaptureF
         raise DoraError("gone")
     except DoraError:
         Log("trainer").exception("failed", step=1)
-    text = _Line().format(caplog.records[-1])
+    text = Line("").format(caplog.records[-1])
     assert "ERROR trainer failed step=1\nTraceback" in text
     assert text.endswith("DoraError: gone")
 
@@ -65,24 +78,28 @@ def test_own_errors_are_one_tree_and_bad_input_is_a_value_error() -> None:
 
 
 def test_service_that_returns_ends_with_its_code() -> None:
-    done = _run("sys.exit(run_service(process, lambda: 0))")
+    """Each line names the run, of libraries too."""
+    done = _run(
+        "import logging; sys.exit(run_service(process, lambda: logging.getLogger('kafka').warning('late') or 0))"
+    )
     assert done.returncode == 0, done.stderr
-    assert " INFO rollout-0 started pid=" in done.stderr
-    assert done.stderr.rstrip().endswith(" INFO rollout-0 ended code=0")
+    lines = [line.split(" INFO ")[-1].split(" WARNING ")[-1] for line in done.stderr.splitlines()]
+    assert re.fullmatch(r"rollout-0 started pid=\d+ run=r", lines[0])
+    assert lines[1:] == ["kafka late run=r", "rollout-0 ended code=0 run=r"]
 
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        ("BadInput('row 3: no answer')", 2, "ERROR rollout-0 bad_input error=row 3: no answer"),
-        ("DoraError('lost')", 1, "ERROR rollout-0 failed error=DoraError: lost"),
-        ("ProbeMismatch('stale')", 1, "ERROR rollout-0 failed error=ProbeMismatch: stale"),
+        ("BadInput('row 3: no answer')", 2, 'ERROR rollout-0 bad_input error="row 3: no answer"'),
+        ("DoraError('lost')", 1, 'ERROR rollout-0 failed error="DoraError: lost"'),
+        ("ProbeMismatch('stale')", 1, 'ERROR rollout-0 failed error="ProbeMismatch: stale"'),
     ],
 )
 def test_worlds_fault_is_one_line_and_an_exit_code(error: str, code: int, line: str) -> None:
     done = _run(f"def serve():\n    raise {error}\nsys.exit(run_service(process, serve))")
     assert done.returncode == code, done.stderr
-    assert done.stderr.rstrip().endswith(line)
+    assert done.stderr.rstrip().endswith(f"{line} run=r")
     assert "Traceback" not in done.stderr
 
 

@@ -201,10 +201,12 @@ class Hands:
                 case m.EngineLost():
                     self.process.log.warning("engine_lost", engine=effect.engine, reason=effect.reason)
                 case m.VoidGroup():
-                    self.process.log.info("void", group=effect.group, reason=effect.reason, detail=effect.detail)
+                    about = {"group": effect.group, "version": effect.version}
+                    self.process.log.info("void", **about, reason=effect.reason, detail=effect.detail)
                 case m.BatchRecord():
+                    groups = [group for group, _ in effect.groups]
                     versions = sorted({version for _, version in effect.groups})
-                    self.process.log.info("chosen", step=effect.step, groups=len(effect.groups), versions=versions)
+                    self.process.log.info("chosen", step=effect.step, group=groups, version=versions)
                 case m.EndRun():
                     self.process.log.info("end_run", outcome=effect.outcome, reason=effect.reason)
                 case _:
@@ -292,7 +294,7 @@ class Hands:
                 if any(read.get(partition, 0) < end for partition, end in self.bus.end_offsets(topic).items()):
                     continue
                 self.bus.delete_topics([topic])
-                self.process.log.info("topic_deleted", topic=topic)
+                self.process.log.info("topic_deleted", topic=topic, version=version)
             self.retired.discard(version)
 
     def _input(self, kind: str) -> str:

@@ -168,9 +168,8 @@ class Scorer:
         if graded.verdict is None:
             row["score_error"] = graded.error
             self._counts["score_errors"] += 1
-            self._process.log.warning(
-                "not_scored", group=row["group"], index=row["index"], attempt=row["attempt"], reason=graded.error
-            )
+            about = {name: row[name] for name in ("group", "index", "attempt", "version")}
+            self._process.log.warning("not_scored", **about, reason=graded.error)
         else:
             row["reward"], row["outcome"] = graded.verdict.reward, graded.verdict.outcome
             row["reward_parts"] = dict(graded.verdict.parts)

@@ -361,7 +361,7 @@ class RolloutService:
         whose = {"group": group, "index": index, "attempt": attempt}
         said = word(engine=self._number, incarnation=self.incarnation, reason=reason, **whose)
         self._say(said)
-        self._log.warning(f"request_{said.kind}", **whose, reason=reason)
+        self._log.warning(f"request_{said.kind}", **whose, version=request.version, reason=reason)
 
     def _bury(self, record: Record, reason: str) -> None:
         publish(self._producer, self._topics.dead_letters, dead_letter(self._run, record, reason))

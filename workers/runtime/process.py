@@ -89,7 +89,7 @@ def _was_orphaned() -> bool:
 
 def run_service(process: Process, serve: Callable[[], int]) -> int:
     """Run `serve` with signals, logs and exit codes as every worker has them."""
-    to_stderr()
+    to_stderr(process.run)
     parent = os.getppid()
     on_stop_signals(lambda _: _stop(process, parent))
     die_with_parent()

@@ -38,6 +38,7 @@ def main() -> int:
         return 0
     assert call == "join", call
     settings = Settings.model_validate(first["settings"])
+    to_stderr(settings.name)
     place = megatron_world.Place(rank, megatron_world.open_store(first["ranks"], first["port"]))
     try:
         learner = megatron_learner.MegatronLearner(settings, Path(first["model"]), place)
