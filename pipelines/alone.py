@@ -8,10 +8,14 @@ from pathlib import Path
 from workers.runtime.errors import BadInput
 
 
+class Taken(BadInput):
+    """Another process has it."""
+
+
 @contextmanager
 def alone(lock: Path, refusal: str) -> Iterator[None]:
-    """Hold the lock file, made with its folder if need be. It goes with the process, however that ends. BadInput, with
-    `refusal` if another process has it."""
+    """Hold the lock file, made with its folder if need be. It goes with the process, however that ends. Taken, saying
+    `refusal`; BadInput if it cannot be written."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
@@ -21,5 +25,5 @@ def alone(lock: Path, refusal: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(refusal) from None
+            raise Taken(refusal) from None
         yield

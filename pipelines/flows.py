@@ -27,6 +27,7 @@ from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
 from pipelines import config_file, faults, home, launch
+from pipelines.alone import Taken
 from pipelines.artifacts import Artifacts
 from pipelines.home import Launch
 from pipelines.reporter import AWAY, IMPATIENT, Reporter
@@ -155,6 +156,8 @@ def evaluate(
         shown = _Evaluation(context.flow_run.id, folder)
         missing = watch(folder, every, shown.show, shown.stopping)
         shown.show(shown.last)
+    except Taken as error:
+        return Cancelled(message=str(error))  # what an automation starts for each version is one too many, no failure
     except Exception as error:
         if faults.exit_code_of(error) is None:
             raise

@@ -5,7 +5,9 @@ import shutil
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from typer.testing import CliRunner
@@ -187,10 +189,16 @@ def test_pins_are_made_while_an_engine_is_busy(run_dir: Path) -> None:
     assert sorted(folder.name for folder in (run_dir / "pinned").iterdir()) == ["v000000", "v000004", "v000006"]
 
 
-def test_what_cannot_be_evaluated_is_said(run_dir: Path, settings: Settings) -> None:
+def test_what_cannot_be_evaluated_is_said(run_dir: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines import flows
+
     with alone(run_dir / LOCK, "this one has it"):
         done = CliRunner().invoke(app, ["eval", str(run_dir), "--follow"])
         assert (done.exit_code, "another `dora eval --follow` works on" in done.stderr) == (2, True)
+        flow_run = SimpleNamespace(id=uuid4())
+        monkeypatch.setattr(flows.FlowRunContext, "get", lambda: SimpleNamespace(flow_run=flow_run))
+        state = flows.evaluate.fn(str(run_dir))
+        assert (state.name, "another `dora eval --follow`" in state.message) == ("Cancelled", True)
     assert "only `--follow` samples" in CliRunner().invoke(app, ["eval", str(run_dir), "--every", "2"]).stderr
     write_resolved(
         settings.model_copy(update={"dataset": settings.dataset[:1], "evaluation": type(settings.evaluation)()}),
