@@ -60,8 +60,8 @@ class ProcessTasks:
             if start not in now:
                 self._end(client, start, Crashed(message="It died; the supervisor starts it again."))
             elif ended is not None:
-                state = {"failed": Failed, "cancelled": Cancelled}.get(ended, Completed)(message=_WHY[ended])
-                self._end(client, start, state)
+                state = {"failed": Failed, "cancelled": Cancelled}.get(ended, Completed)
+                self._end(client, start, state(message=_WHY[ended]))
 
     def _close_former(self, client: SyncPrefectClient) -> None:
         """What a process of this flow run that died left open."""

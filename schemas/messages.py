@@ -121,9 +121,8 @@ class Hosting(Message):
 
 class Moves(Message):
     """Requests that an engine took up after they had stopped elsewhere, cumulative. `taken` of them; `carried` with
-    their KV (`size` bytes were loaded). Tokens of all of them: whose KV came along, and computed again; the latter took
-    `reprefill_s` seconds, by their share of the tokens of their steps, but for the newest of each request: that one was
-    never computed before. `reprefills`: those without KV by reason (`Reason` of workers/transport/kv/handoff.py)."""
+    their KV (`size` bytes). Tokens whose KV came along, and computed again: in `reprefill_s` of their steps' seconds.
+    `reprefills`: those without KV by reason (`Reason` of workers/transport/kv/handoff.py)."""
 
     taken: int = 0
     carried: int = 0
