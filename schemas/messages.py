@@ -120,9 +120,8 @@ class Hosting(Message):
 
 
 class Moves(Message):
-    """Requests that an engine took up after they had stopped elsewhere, cumulative. `taken` of them; `carried` with
-    their KV (`size` bytes). Tokens whose KV came along, and computed again: in `reprefill_s` of their steps' seconds.
-    `reprefills`: those without KV by reason (`Reason` of workers/transport/kv/handoff.py)."""
+    """Requests taken up after a stop elsewhere, cumulative: `carried` with their KV (`size` bytes), or in `reprefills`
+    by `Reason` (transport/kv); these spent `reprefill_s` on tokens that had been computed before. Tokens are of all."""
 
     taken: int = 0
     carried: int = 0
