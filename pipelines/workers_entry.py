@@ -25,7 +25,7 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
     settings = read_resolved(run_dir)
     set_environment(settings, kind)
     port = metrics_port(settings, kind, number)
-    process = Process(process_name(kind, number), settings, run_dir.resolve(), port)
+    process = Process(process_name(kind, number), settings, run_dir.resolve(), port, broker)
     serve = _SERVICES[kind]
 
     def open_and_serve() -> int:
@@ -38,6 +38,14 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
             bus.close()
 
     return run_service(process, open_and_serve)
+
+
+def own_address(broker: str) -> str:
+    """Of this host's interface on the way to the log: the other hosts of a run reach that, too."""
+    host, _, port = broker.partition(",")[0].rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((host, int(port)))
+        return str(unsent.getsockname()[0])
 
 
 def _orchestrator(process: Process, bus: Bus, _: int) -> int:
@@ -56,7 +64,9 @@ def _rollout(process: Process, bus: Bus, number: int) -> int:
     from workers.rollout.service import serve
     from workers.transport.kv.shared_memory import folder_of
 
-    engine = engine_of(process.settings, kv_folder=folder_of(process.run, process.run_dir), number=number)
+    folder = folder_of(process.run, process.run_dir)
+    address = own_address(process.broker)
+    engine = engine_of(process.settings, kv_folder=folder, number=number, address=address)
     try:
         return serve(process, bus, engine, number, socket.gethostname())
     finally:

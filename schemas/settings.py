@@ -52,6 +52,9 @@ class Engines(Section):
         ge=0,
         description="Host memory for the KV of requests that leave one engine, MiB; 0 = they are prefilled again.",
     )
+    kv_carrier: Literal["shared_memory", "flight"] = Field(
+        "shared_memory", description="How it travels: on one host, or also between hosts (Arrow Flight)."
+    )
     tokens_per_request_max: int = Field(1024, ge=16, description="Prompt and response together, tokens.")
     snapshot_tokens: int = Field(
         1024, ge=0, description="An engine that dies loses so many tokens of a request at most; 0 = all of its own."

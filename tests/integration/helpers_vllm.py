@@ -14,6 +14,7 @@ from typing import Any
 from schemas.ids import RequestKey, sampling_seed
 from schemas.messages import KvHandle, RequestRecord, WeightsRecord
 from schemas.settings import Dataset, Engines, Sampling, Settings
+from tests.integration.two_hosts import LOOPBACK, Place
 from workers.rollout.engines.base import Engine, Load, Tokens
 from workers.transport.weights.store import Published
 
@@ -93,10 +94,11 @@ def run_all(engine: Engine, requests: Sequence[RequestRecord]) -> dict[RequestKe
 class Host:
     """The process. It ends with `close`, or with its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place = LOOPBACK) -> None:
+        self.place = place
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, place), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -123,8 +125,8 @@ class Host:
 
 
 @contextmanager
-def open_host() -> Iterator[Host]:
-    host = Host()
+def open_host(place: Place = LOOPBACK) -> Iterator[Host]:
+    host = Host(place)
     try:
         yield host
     finally:
@@ -147,7 +149,7 @@ class RemoteEngine:
     ):
         self._host, self._name = host, name
         self.seats, self.kv_tokens_max, self.tokens_per_request_max = host.call(
-            "start", name, settings, model_folder, cold, kv_folder, number
+            "start", name, settings, model_folder, cold, kv_folder, number, host.place.address
         )
 
     def _do(self, method: str, *args: Any, **named: Any) -> Any:
@@ -229,7 +231,8 @@ _CLOSED: list[Any] = []
 _KEPT: dict[str, Any] = {}
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, place: Place) -> None:
+    place.enter()
     while True:
         try:
             function, args, named = pipe.recv()
@@ -246,14 +249,20 @@ def _serve(pipe: Connection) -> None:
 
 
 def start(  # noqa: PLR0917
-    name: str, settings: Settings, model_folder: Path, cold: int | None, kv_folder: Path | None = None, number: int = 0
+    name: str,
+    settings: Settings,
+    model_folder: Path,
+    cold: int | None,
+    kv_folder: Path | None = None,
+    number: int = 0,
+    address: str = "127.0.0.1",
 ) -> tuple[int, int, int]:
     """`cold`: let vLLM load the folder itself, as this version, with no swap ever."""
     from workers.rollout.engines.vllm_engine import VllmEngine
 
     if cold is not None:
         settings = settings.model_copy(update={"vllm": settings.vllm | {"load_format": "auto"}})
-    engine = VllmEngine(settings, model_folder, kv_folder=kv_folder, number=number)
+    engine = VllmEngine(settings, model_folder, kv_folder=kv_folder, number=number, address=address)
     if cold is not None:
         engine._version = cold
     _ENGINES[name] = engine

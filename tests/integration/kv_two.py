@@ -4,10 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+import pytest
 
 from schemas.messages import KvHandle, RequestRecord, WeightsRecord
 from schemas.settings import Engines, Settings
 from tests.integration.helpers_vllm import Host, RemoteEngine, open_host, request, run_all, settings_for
+from tests.integration.two_hosts import LOOPBACK, two_hosts
 from workers.rollout.engines.base import Prefill
 from workers.transport.kv import shared_memory
 from workers.transport.kv.shared_memory import CLAIMED, OFFERED
@@ -18,17 +22,26 @@ BLOCK_BYTES = 2 * 2 * BLOCK * 32 * 4
 PROMPT = tuple((7 * place + 3) % VOCABULARY for place in range(120))
 NEW = 60
 EMPTY = {"blocks": 0, "requests": 0, "moves": 0, "failed": 0}
+Way = Literal["shared_memory", "flight", "two_hosts"]
+WAYS = ["shared_memory", *(pytest.param(way, marks=pytest.mark.full) for way in ("flight", "two_hosts"))]
+"""How KV travels: in shared memory, by Flight over the loopback, by Flight between two network namespaces."""
 
 
 @dataclass
 class Two:
-    """Engines 0 and 1 serve version 0; there is a version 1 too."""
+    """Engines 0 and 1 serve version 0; there is a version 1 too. `folders`: where each has its KV; by Flight not the
+    same one, as on two hosts."""
 
     hosts: tuple[Host, Host]
     engines: tuple[RemoteEngine, RemoteEngine]
     weights: list[WeightsRecord]
     model: Path
-    folder: Path
+    folders: tuple[Path, Path]
+    way: Way
+
+    def files(self) -> list[Path]:
+        """Of KV, anywhere."""
+        return [path for folder in sorted(set(self.folders)) for path in sorted(folder.glob("*"))]
 
 
 @dataclass
@@ -55,25 +68,29 @@ class Sample:
         return self.request
 
 
-def settings(model: Path) -> Settings:
-    return settings_for(model, engines=Engines(seats=8, kv_mib=4, kv_host_mib=1, tokens_per_request_max=512))
+def settings(model: Path, way: Way = "shared_memory") -> Settings:
+    carrier: Literal["shared_memory", "flight"] = "shared_memory" if way == "shared_memory" else "flight"
+    sizes = Engines(seats=8, kv_mib=4, kv_host_mib=1, tokens_per_request_max=512, kv_carrier=carrier)
+    return settings_for(model, engines=sizes)
 
 
 @contextmanager
-def open_two(root: Path) -> Iterator[Two]:
-    folder = shared_memory.folder_of("test", root)
+def open_two(root: Path, way: Way = "shared_memory") -> Iterator[Two]:
+    names = ("test", "test") if way == "shared_memory" else ("test-a", "test-b")
+    folders = (shared_memory.folder_of(names[0], root), shared_memory.folder_of(names[1], root))
     with ExitStack() as stack:
-        hosts = (stack.enter_context(open_host()), stack.enter_context(open_host()))
+        places = stack.enter_context(two_hosts()) if way == "two_hosts" else (LOOPBACK, LOOPBACK)
+        hosts = (stack.enter_context(open_host(places[0])), stack.enter_context(open_host(places[1])))
         made = [hosts[0].call("publish_tiny", root, v, family="qwen2", tied=True, dtype="float32") for v in (0, 1)]
         model = made[0][1]
         first, second = (
-            RemoteEngine(host, f"engine{n}", settings(model), model, kv_folder=folder, number=n)
+            RemoteEngine(host, f"engine{n}", settings(model, way), model, kv_folder=folders[n], number=n)
             for n, host in enumerate(hosts)
         )
-        yield Two(hosts, (first, second), [one[0] for one in made], model, folder)
+        yield Two(hosts, (first, second), [one[0] for one in made], model, folders, way)
         first.close()
         second.close()
-    assert not folder.exists(), "shared memory is left behind"
+    assert not any(folder.exists() for folder in folders), "shared memory is left behind"
 
 
 @contextmanager
@@ -86,7 +103,7 @@ def emptied(two: Two) -> Iterator[None]:
         assert host.call("held", f"engine{number}") == EMPTY
     for engine in two.engines:
         engine.tend()
-    left_behind = sorted(two.folder.glob("*"))
+    left_behind = two.files()
     for path in left_behind:
         path.unlink()
     for engine in two.engines:
@@ -151,5 +168,16 @@ def ends_as_if_it_had_stayed(two: Two, sample: Sample, first: RequestRecord) -> 
 
 
 def offered(two: Two, sample: Sample) -> Path:
+    """By engine 0."""
+    return two.folders[0] / (_name(sample) + OFFERED)
+
+
+def claimed(two: Two, sample: Sample) -> Path:
+    """By engine 1, where it has it."""
+    start = "" if two.way == "shared_memory" else "1.from."
+    return two.folders[1] / (start + _name(sample) + CLAIMED)
+
+
+def _name(sample: Sample) -> str:
     assert sample.handle is not None
-    return two.folder / (sample.handle.location.rpartition("/")[2] + OFFERED)
+    return sample.handle.location.rpartition("/")[2]

@@ -10,8 +10,10 @@ import pytest
 
 from tests.integration.helpers_vllm import RemoteEngine, open_host, run_all
 from tests.integration.kv_two import (
+    WAYS,
     Sample,
     Two,
+    claimed,
     decode,
     emptied,
     ends_as_if_it_had_stayed,
@@ -30,9 +32,9 @@ from workers.transport.kv.shared_memory import CLAIMED, HEAD_BYTES, OFFERED
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    with open_two(tmp_path_factory.mktemp("kv")) as opened:
+@pytest.fixture(scope="module", params=WAYS)
+def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Two]:
+    with open_two(tmp_path_factory.mktemp("kv"), request.param) as opened:
         yield opened
 
 
@@ -118,11 +120,11 @@ def test_a_claim_that_was_never_loaded_is_cleared_away(two: Two) -> None:
     """Its receiver died. A third engine could have claimed it until then."""
     sample = left(two, wanted())
     path = offered(two, sample)
-    claimed = path.rename(path.with_name(path.name.removesuffix(OFFERED) + CLAIMED))
+    taken = path.rename(path.with_name(path.name.removesuffix(OFFERED) + CLAIMED))
     two.engines[0].tend()
-    assert claimed.exists()
+    assert taken.exists()
     two.hosts[0].call("tend_later", "engine0", CLAIM_US_MAX / SECOND_US + 1)
-    assert not claimed.exists()
+    assert not taken.exists()
     assert reason_after(two, sample) == "gone"
 
 
@@ -134,7 +136,7 @@ def test_beyond_the_budget_no_kv_is_offered(two: Two) -> None:
         two.engines[0].add(one.request)
     decode(two.engines[0], samples, 6)
     stop(two.engines[0], samples)
-    size = sum(path.stat().st_size - HEAD_BYTES for path in two.folder.glob("*" + OFFERED))
+    size = sum(path.stat().st_size - HEAD_BYTES for path in two.folders[0].glob("*" + OFFERED))
     assert 0.8 * 2**20 < size <= 2**20
     go_on(two.engines[1], samples)
     decode(two.engines[1], samples)
@@ -156,7 +158,7 @@ def test_a_request_that_is_dropped_before_its_kv_was_loaded_leaves_no_file(two: 
     sample = left(two, wanted())
     go_on(two.engines[1], [sample])
     assert two.engines[1].stop((sample.request.key,)) == {}
-    assert list(two.folder.glob("*")) == []
+    assert two.files() == []
 
 
 def test_a_load_that_fails_in_the_connector_is_computed_again(two: Two) -> None:
@@ -177,9 +179,7 @@ def test_a_load_that_fails_among_others_is_the_only_one_computed_again(two: Two)
     decode(two.engines[0], samples, 20)
     stop(two.engines[0], samples)
     go_on(two.engines[1], samples)
-    assert samples[1].handle is not None
-    name = samples[1].handle.location.rpartition("/")[2]
-    (two.folder / (name + CLAIMED)).unlink()
+    claimed(two, samples[1]).unlink()
     decode(two.engines[1], samples)
     for one, (ids, _) in zip(samples, stayed(two.engines[0], firsts), strict=True):
         assert one.ids == ids
@@ -188,9 +188,11 @@ def test_a_load_that_fails_among_others_is_the_only_one_computed_again(two: Two)
 
 @pytest.mark.full
 def test_an_engine_that_is_killed_leaves_its_offer_and_its_claim_to_others(two: Two) -> None:
-    """Kill -9 after an offer, and after a claim; a restart of the killed engine leaves nothing of it."""
-    with open_host() as host:
-        third = RemoteEngine(host, "third", settings(two.model), two.model, kv_folder=two.folder, number=2)
+    """Kill -9 after an offer, and after a claim; a restart of the killed engine leaves nothing of it. What it offered
+    to other hosts is gone with it."""
+    told = {"kv_folder": two.folders[0], "number": 2}
+    with open_host(two.hosts[0].place) as host:
+        third = RemoteEngine(host, "third", settings(two.model, two.way), two.model, **told)
         third.load(two.weights[0])
         claims, offers, dies = left(two, wanted(0)), wanted(1), wanted(2)
         firsts = [wanted(index).request.model_copy(update={"attempt": 99}) for index in range(2)]
@@ -204,8 +206,10 @@ def test_an_engine_that_is_killed_leaves_its_offer_and_its_claim_to_others(two: 
         go_on(two.engines[1], [one])
         decode(two.engines[1], [one])
     assert [one.ids for one in (claims, offers)] == [ids for ids, _ in stayed(two.engines[0], firsts)]
-    assert [one.prefills[-1].computed for one in (claims, offers)] == [1, 1]
+    reasons = ["", "" if two.way == "shared_memory" else "unreachable"]
+    assert [one.prefills[-1].reason for one in (claims, offers)] == reasons
+    assert [one.prefills[-1].computed == 1 for one in (claims, offers)] == [not reason for reason in reasons]
     assert offered(two, dies).exists()
-    with open_host() as host:
-        RemoteEngine(host, "third", settings(two.model), two.model, kv_folder=two.folder, number=2).close()
-    assert list(two.folder.glob("2.*")) == []
+    with open_host(two.hosts[0].place) as host:
+        RemoteEngine(host, "third", settings(two.model, two.way), two.model, **told).close()
+    assert list(two.folders[0].glob("2.*")) == []

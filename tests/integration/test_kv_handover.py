@@ -10,8 +10,10 @@ from tests.integration.kv_two import (
     BLOCK,
     BLOCK_BYTES,
     PROMPT,
+    WAYS,
     Sample,
     Two,
+    claimed,
     decode,
     emptied,
     ends_as_if_it_had_stayed,
@@ -26,9 +28,9 @@ from tests.integration.kv_two import (
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    with open_two(tmp_path_factory.mktemp("kv")) as opened:
+@pytest.fixture(scope="module", params=WAYS)
+def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Two]:
+    with open_two(tmp_path_factory.mktemp("kv"), request.param) as opened:
         yield opened
 
 
@@ -120,3 +122,13 @@ def test_an_engine_gets_back_what_it_gave_away(two: Two) -> None:
     decode(two.engines[0], [sample])
     assert sample.ids == stayed(two.engines[1], [wanted().request])[0][0]
     assert (sample.prefills[-1].computed, sample.prefills[-1].reason) == (1, "")
+
+
+def test_the_first_token_does_not_wait_until_the_memory_of_its_kv_is_given_back(two: Two) -> None:
+    sample = left(two, wanted())
+    go_on(two.engines[1], [sample])
+    decode(two.engines[1], [sample], 1)
+    assert claimed(two, sample).exists()
+    two.engines[1].tend()
+    assert (two.files(), sample.prefills[-1].computed) == ([], 1)
+    decode(two.engines[1], [sample])

@@ -43,7 +43,7 @@ def test_five_hundred_moves_and_a_hundred_swaps_leak_nothing(two: Two) -> None:
         for number, host in enumerate(two.hosts):
             two.engines[number].tend()
             assert host.call("held", f"engine{number}") == EMPTY, f"engine {number}, turn {turn}"
-        assert list(two.folder.glob("*")) == []
+        assert list(two.folders[0].glob("*")) == []
         if turn == WARM:
             before = [host.call("resident_mib") for host in two.hosts]
     for number, host in enumerate(two.hosts):

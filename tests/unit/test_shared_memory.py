@@ -68,7 +68,7 @@ def _reason(path: Path) -> str:
 def test_what_is_offered_is_claimed_read_and_released(owner: SharedMemory, other: SharedMemory) -> None:
     name = _offer(owner)
     assert owner.state(name) is State.OFFERED
-    path = other.claim(owner.location(name))
+    path = other.claim(owner.location(name), 0)
     assert owner.state(name) is State.CLAIMED
     header = shared_memory.read_header(path)
     assert (header.kind, header.tokens, header.prefix) == (HEADER.kind, 3, HEADER.prefix)
@@ -80,7 +80,7 @@ def test_what_is_offered_is_claimed_read_and_released(owner: SharedMemory, other
 
 
 def test_any_bytes_of_the_blocks_are_read_into_many_places(owner: SharedMemory, other: SharedMemory) -> None:
-    path = other.claim(owner.location(_offer(owner)))
+    path = other.claim(owner.location(_offer(owner)), 0)
     found = bytearray(2 * VIEWS_MAX + 1)
     shared_memory.read(path, 17, [memoryview(found)[place : place + 1] for place in range(len(found))])
     assert found == DATA[17 : 17 + len(found)]
@@ -92,9 +92,9 @@ def test_kv_that_a_receiver_claimed_before_it_died_can_be_claimed_by_the_next(
     owner: SharedMemory, other: SharedMemory, folder: Path
 ) -> None:
     location = owner.location(_offer(owner))
-    first = other.claim(location)
+    first = other.claim(location, 0)
     third = SharedMemory(folder, 3, clock.now_us())
-    assert third.claim(location) == first
+    assert third.claim(location, 0) == first
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_kv_that_a_receiver_claimed_before_it_died_can_be_claimed_by_the_next(
 def test_what_is_not_in_the_runs_folder_is_gone(owner: SharedMemory, folder: Path, location: str) -> None:
     _offer(owner)
     with pytest.raises(Unusable, match="gone"):
-        owner.claim(location.format(folder.name, folder.name))
+        owner.claim(location.format(folder.name, folder.name), 0)
 
 
 @pytest.mark.parametrize("end", [HEAD_BYTES + len(DATA) - 1, HEAD_BYTES + len(DATA) + 1, HEAD_BYTES])
 def test_a_file_of_another_length_is_truncated(owner: SharedMemory, end: int) -> None:
-    path = owner.claim(owner.location(_offer(owner)))
+    path = owner.claim(owner.location(_offer(owner)), 0)
     os.truncate(path, end)
     assert _reason(path) == "truncated"
 
 
 @pytest.mark.parametrize("place", [0, CHECK_BYTES - 1, CHECK_BYTES, len(DATA) - 1])
 def test_one_flipped_bit_anywhere_in_the_blocks_is_seen(owner: SharedMemory, place: int) -> None:
-    path = owner.claim(owner.location(_offer(owner)))
+    path = owner.claim(owner.location(_offer(owner)), 0)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as whole:
         whole[HEAD_BYTES + place] ^= 4
     assert _reason(path) == "checksum"
@@ -123,13 +123,13 @@ def test_one_flipped_bit_anywhere_in_the_blocks_is_seen(owner: SharedMemory, pla
 
 @pytest.mark.parametrize("start", [b"", b"{}", b"\xff\xfe", b'{"format":1}'])
 def test_a_header_that_is_none_is_unreadable(owner: SharedMemory, start: bytes) -> None:
-    path = owner.claim(owner.location(_offer(owner)))
+    path = owner.claim(owner.location(_offer(owner)), 0)
     path.write_bytes(start.ljust(HEAD_BYTES) + DATA)
     assert _reason(path) == "unreadable"
 
 
 def test_a_claimed_file_that_was_deleted_meanwhile_is_gone(owner: SharedMemory) -> None:
-    path = owner.claim(owner.location(_offer(owner)))
+    path = owner.claim(owner.location(_offer(owner)), 0)
     path.unlink()
     assert _reason(path) == "gone"
 
@@ -166,7 +166,7 @@ from workers.transport.kv import shared_memory
 from workers.transport.kv.shared_memory import SharedMemory
 owner = SharedMemory(Path(sys.argv[1]), 1, t.clock.now_us())
 t._offer(owner, 1)
-owner.claim(owner.location(t._offer(owner, 2)))
+owner.claim(owner.location(t._offer(owner, 2)), 0)
 shared_memory.write(owner.path("1.3.0.0"), t.HEADER, (os.kill(os.getpid(), signal.SIGKILL) for _ in t.PARTS))
 """
 
@@ -191,7 +191,7 @@ def test_what_a_killed_engine_left_is_deleted_when_it_starts_again_and_nobody_el
 
 def test_a_lease_that_ran_out_is_swept_and_a_renewed_one_is_not(owner: SharedMemory, other: SharedMemory) -> None:
     dead, alive, claimed = (_offer(owner, group) for group in (1, 2, 3))
-    other.claim(owner.location(claimed))
+    other.claim(owner.location(claimed), 0)
     later = clock.now_us() + LEASE_US + SECOND_US
     owner.renew(alive, later)
     owner.renew(claimed, later)
@@ -212,7 +212,7 @@ def test_an_engine_that_ends_takes_its_offers_along_and_the_last_one_the_folder(
 
 def test_a_delete_takes_whatever_state_it_is_in(owner: SharedMemory, folder: Path) -> None:
     first, second = _offer(owner, 1), _offer(owner, 2)
-    owner.claim(owner.location(second))
+    owner.claim(owner.location(second), 0)
     assert (folder / (second + CLAIMED)).exists()
     owner.delete(first)
     owner.delete(second)

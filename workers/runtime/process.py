@@ -29,12 +29,13 @@ ORPHAN_S_MAX = 10.0
 @dataclass
 class Process:
     """What every service is given. `stopping` is set by SIGTERM or SIGINT: finish the step at hand and return.
-    `figures`: what it measures, for Prometheus, where `metrics_port` is not 0."""
+    `figures`: what it measures, for Prometheus, where `metrics_port` is not 0. `broker`: host:port of the log."""
 
     name: str
     settings: Settings
     run_dir: Path
     metrics_port: int = 0
+    broker: str = ""
     stopping: threading.Event = field(default_factory=threading.Event)
     figures: Figures = field(default_factory=Figures)
 

@@ -46,10 +46,17 @@ class VllmEngine:
     """One replica on the model of `model_folder`. BadInput if vLLM refuses the model or the settings.
 
     `kv_folder`: of the run in shared memory, for the KV of requests that move; None = they are prefilled again.
+    `address`: of this host, for engines of others that fetch it.
     """
 
     def __init__(
-        self, settings: Settings, model_folder: Path, *, kv_folder: Path | None = None, number: int = 0
+        self,
+        settings: Settings,
+        model_folder: Path,
+        *,
+        kv_folder: Path | None = None,
+        number: int = 0,
+        address: str = "127.0.0.1",
     ) -> None:
         self._truncates = settings.sampling.truncates
         os.environ.update(_environment(settings.engines.threads))
@@ -73,7 +80,7 @@ class VllmEngine:
         self._block_tokens: int = self._core.vllm_config.cache_config.block_size
         self._blocks_free_max: int = self._pool.get_num_free_blocks()
         self.kv_tokens_max = self._blocks_free_max * self._block_tokens
-        self._moves = KvMoves(settings, model_folder, self._engine, kv_folder, number)
+        self._moves = KvMoves(settings, model_folder, self._engine, kv_folder, number, address)
         self._internal: dict[str, str] = {}
         """vLLM's own name of each request that has no token yet or runs."""
         self._new: set[str] = set()
@@ -145,6 +152,7 @@ class VllmEngine:
         self._new.add(name)
 
     def step(self) -> list[Tokens]:
+        self._moves.release_loaded()
         if not self._engine.has_unfinished_requests():
             return []
         said = []

@@ -1,10 +1,11 @@
 """The KV of requests that leave and come, for a vLLM engine: offers, claims, and what came of each.
 
     stop  -> how many tokens have KV -> is there room? -> written and OFFERED -> a handle for the partial
-    add   -> CLAIMED -> is it good? -> vLLM's connector loads it in the first step -> first token -> RELEASED
+    add   -> CLAIMED -> is it good? -> vLLM's connector loads it in the first step -> first token ... RELEASED
 
 Rule 1: KV is copied out before its request is stopped, so no block of it can be another request's by then.
 Rule 2: whatever is wrong, the request goes on from its ids alone; `Prefill.reason` says why.
+Rule 3: what can wait for the first token waits for it: giving a file's memory back takes as long as reading it.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from schemas.settings import Settings
 from workers.rollout.engines.base import Prefill
 from workers.runtime import clock
 from workers.transport.kv import handoff
+from workers.transport.kv.flight import Flight
 from workers.transport.kv.shared_memory import SharedMemory, read_header
 
 
@@ -39,21 +41,27 @@ class Entrance:
 class KvMoves:
     """Of one engine. `llm` is its LLMEngine in this process."""
 
-    def __init__(self, settings: Settings, model_folder: Path, llm: Any, folder: Path | None, number: int) -> None:
+    def __init__(  # noqa: PLR0917
+        self, settings: Settings, model_folder: Path, llm: Any, folder: Path | None, number: int, address: str
+    ) -> None:
         core = llm.engine_core.engine_core
         self._llm, self._scheduler = llm, core.scheduler
         self._block_tokens: int = core.vllm_config.cache_config.block_size
-        self._offers = handoff.Offers(settings.engines.kv_host_mib << 20)
+        self._bytes_max = settings.engines.kv_host_mib << 20
+        self._offers = handoff.Offers(self._bytes_max)
         self._kind: handoff.Kind | None = None
         self._block_bytes = 0
         self._inside: dict[str, Entrance] = {}
         self._memory: SharedMemory | None = None
+        self._loaded: list[Path] = []
+        """Files to be released."""
         one_part = core.vllm_config.parallel_config.world_size == 1
         groups = self._scheduler.kv_cache_config.kv_cache_groups
         (form, *_) = llm.collective_rpc("begin_handover", args=(self._scheduler.kv_cache_config.num_blocks,))
         if folder is not None and settings.engines.kv_host_mib and one_part and len(groups) == 1 and form is not None:
             layout, dtype, self._block_bytes = form
-            self._memory = SharedMemory(folder, number, clock.now_us())
+            now, flies = clock.now_us(), settings.engines.kv_carrier == "flight"
+            self._memory = Flight(folder, number, now, address) if flies else SharedMemory(folder, number, now)
             self._kind = handoff.Kind(
                 model=_model(settings, model_folder),
                 fingerprint="",
@@ -85,7 +93,7 @@ class KvMoves:
     def _claim(self, handle: KvHandle, ids: Sequence[int]) -> tuple[Path, int]:
         if self._memory is None or self._kind is None:
             raise handoff.Unusable("unsupported")
-        path = self._memory.claim(handle.location)
+        path = self._memory.claim(handle.location, self._bytes_max - self._offers.held)
         try:
             header = read_header(path)
             if reason := handoff.refusal(header, self._kind, ids):
@@ -103,8 +111,8 @@ class KvMoves:
         loaded = connector.loaded.pop(internal, 0)
         failed = internal in connector.failed
         connector.failed.discard(internal)
-        if one.path is not None and self._memory is not None:
-            self._memory.release(one.path)
+        if one.path is not None:
+            self._loaded.append(one.path)
         if failed:
             return Prefill(computed=one.ids - cached + loaded, reason="load_failed")
         if one.path is None:
@@ -119,8 +127,9 @@ class KvMoves:
         self._scheduler.connector.loaded.pop(internal, None)
         self._scheduler.connector.failed.discard(internal)
         if entrance is not None and entrance.path is not None and self._memory is not None:
-            if offer:
-                return entrance.handle  # not even begun: what it came with is as good as it was
+            if offer:  # not even begun: what it came with is as good as it was
+                self._memory.hand_on(entrance.path)
+                return entrance.handle
             self._memory.release(entrance.path)
         request = self._scheduler.requests.get(internal)
         if not offer or request is None:
@@ -154,9 +163,10 @@ class KvMoves:
     # --- keeping --------------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """See what was claimed and released; renew, expire, and clear away what the dead have left."""
+        """Release what was loaded, see what others have; renew, expire, and clear away what the dead have left."""
         if self._memory is None:
             return
+        self.release_loaded()
         now = clock.now_us()
         for name in self._offers.names:
             state = self._memory.state(name)
@@ -174,7 +184,15 @@ class KvMoves:
 
     def close(self) -> None:
         if self._memory is not None:
+            self.release_loaded()
             self._memory.close()
+
+    def release_loaded(self) -> None:
+        """Give up the files of requests that have their first token."""
+        for path in self._loaded:
+            assert self._memory is not None, "a file without a carrier"
+            self._memory.release(path)
+        self._loaded.clear()
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)

@@ -28,6 +28,7 @@ Reason = Literal[
     "budget",
     "no_space",
     "gone",
+    "unreachable",
     "unreadable",
     "truncated",
     "checksum",
@@ -40,8 +41,9 @@ Reason = Literal[
     "load_failed",
 ]
 """Why tokens are prefilled again: there was no KV (`no_handle`: the request's engine died, or this was off;
-`unsupported`, `budget`, `no_space`: its engine could not offer it), it cannot be had (`gone`), it is damaged
-(`unreadable`, `truncated`, `checksum`), it is of something else (`model` .. `tokens`), or loading it failed."""
+`unsupported`, `budget`, `no_space`: its engine could not offer it, or the receiver has no room), it cannot be had
+(`gone`; `unreachable`: its host does not answer), it is damaged (`unreadable`, `truncated`, `checksum`), it is of
+something else (`model` .. `tokens`), or loading it failed."""
 
 SECOND_US = 1_000_000
 OFFER_US_MAX = 600 * SECOND_US

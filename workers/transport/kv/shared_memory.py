@@ -125,11 +125,16 @@ class SharedMemory:
     def location(self, name: str) -> str:
         return f"{SCHEME}{self._folder.name}/{name}"
 
-    def claim(self, location: str) -> Path:
-        """Take what is offered there, or what a receiver that died had claimed. Unusable (`gone`)."""
+    def claim(self, location: str, room: int) -> Path:  # noqa: ARG002
+        """Take what is offered there, or what a receiver that died had claimed. Unusable (`gone`). `room`: bytes of
+        blocks that the receiver's host still has for KV; here they stay in the owner's."""
         name = location.removeprefix(f"{SCHEME}{self._folder.name}/")
         if name == location or "/" in name:
             raise Unusable("gone")
+        return self.take(name)
+
+    def take(self, name: str) -> Path:
+        """Claim a file of this host. Unusable (`gone`)."""
         offered, claimed = (self._folder / (name + end) for end in (OFFERED, CLAIMED))
         try:
             offered.rename(claimed)
@@ -141,6 +146,9 @@ class SharedMemory:
     def release(self, claimed: Path) -> None:
         """It was loaded, or will not be."""
         claimed.unlink(missing_ok=True)
+
+    def hand_on(self, claimed: Path) -> None:
+        """It was not loaded and goes on elsewhere: whoever comes next claims it at the same location."""
 
     def state(self, name: str) -> State:
         """What became of an own offer."""
