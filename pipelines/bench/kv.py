@@ -2,8 +2,10 @@
 
 Two engines on SmolLM2, each in a process of its own, as in a run. One row is one pair: a request of `tokens` tokens is
 stopped on one engine and goes on on the other, from the stop to its first new token; beside it the same with the ids
-alone. Both prompts are random and new, so no prefix cache helps. What moved is also sampled on one engine without a
-stop, greedy and seeded in turn: ids must be equal, `dlogp_max` is the largest difference of log-probs.
+alone. Of that, `stop_s` is copying it out, `claim_s` claiming and checking it, `first_step_s` loading it and computing
+a token; `later_step_s` is a step that computes one alone. Both prompts are random and new, so no prefix cache helps.
+What moved is also sampled on one engine without a stop, greedy and seeded in turn: ids must be equal, `dlogp_max` is
+the largest difference of log-probs.
 """
 
 import random
@@ -70,6 +72,9 @@ def _pairs(dtype: Dtype) -> list[dict[str, Any]]:
                         "reprefill_s": round(again["seconds"], 4),
                         "move_over_reprefill": round(moved["seconds"] / again["seconds"], 4),
                         "stop_s": round(moved["stop_s"], 4),
+                        "claim_s": round(moved["claim_s"], 4),
+                        "first_step_s": round(moved["first_step_s"], 4),
+                        "later_step_s": round(statistics.median(moved["later_steps_s"]), 4),
                         "mib": round(moved["size"] / 2**20, 1),
                         "tokens_recomputed": moved["computed"],
                         "reason": moved["reason"],
@@ -101,11 +106,12 @@ def _move(here: EngineProcess, there: EngineProcess, first: RequestRecord, *, of
     later = first.model_copy(update=so_far)
     took = there.ask("first_token", later)
     seconds = clock.monotonic_s() - began
-    rest, rest_logprobs = there.ask("rest")
+    rest, rest_logprobs, later_steps_s = there.ask("rest")
     return {
         **took,
         "seconds": seconds,
         "stop_s": stopped - began,
+        "later_steps_s": later_steps_s,
         "ids": [*ids, *rest],
         "logprobs": [*logprobs, *rest_logprobs],
     }
@@ -120,15 +126,27 @@ class _Mover(Worker):
         return self.engine.stop((request.key,), offer=offer).get(request.key)
 
     def first_token(self, request: RequestRecord) -> dict[str, Any]:
+        times = [clock.monotonic_s()]
         self.engine.add(request)
+        times.append(clock.monotonic_s())
         self.first = self.engine.step()
+        times.append(clock.monotonic_s())
         took = self.first[0].prefill
         assert took is not None
-        return {"computed": took.computed, "size": took.size, "reason": took.reason}
+        stages = {"claim_s": times[1] - times[0], "first_step_s": times[2] - times[1]}
+        return {"computed": took.computed, "size": took.size, "reason": took.reason, **stages}
 
-    def rest(self) -> tuple[list[int], list[float]]:
-        ids, logprobs = self._decode(AFTER - 1)
-        return [*self.first[0].ids, *ids], [*self.first[0].logprobs, *logprobs]
+    def rest(self) -> tuple[list[int], list[float], list[float]]:
+        """All its tokens here, and the seconds of each step after the first; then what was loaded is released."""
+        ids, logprobs, steps_s = list(self.first[0].ids), list(self.first[0].logprobs), []
+        for _ in range(AFTER - 1):
+            began = clock.monotonic_s()
+            (part,) = self.engine.step()
+            steps_s.append(clock.monotonic_s() - began)
+            ids.extend(part.ids)
+            logprobs.extend(part.logprobs)
+        self.engine.tend()
+        return ids, logprobs, steps_s
 
     def stay(self, request: RequestRecord) -> tuple[list[int], list[float]]:
         self.engine.add(request)
