@@ -5,7 +5,7 @@ stopped on one engine and goes on on the other, from the stop to its first new t
 alone. Of that, `stop_s` is copying it out, `claim_s` claiming and checking it, `first_step_s` loading it and computing
 a token; `later_step_s` is a step that computes one alone. Both prompts are random and new, so no prefix cache helps.
 What moved is also sampled on one engine without a stop, greedy and seeded in turn: ids must be equal, `dlogp_max` is
-the largest difference of log-probs.
+the largest difference of log-probs. Last come the carriers alone (`carriers.py`).
 """
 
 import random
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pipelines.bench import carriers
 from pipelines.bench.benchmarks import Bench
 from pipelines.bench.engine_process import EngineProcess, Worker, engines
 from pipelines.device import best_dtype
@@ -42,7 +43,10 @@ def measure() -> Bench:
     for dtype in dtypes:
         figures[f"dlogp_max_{dtype}"] = max(row["dlogp_max"] for row in rows if row["dtype"] == dtype)
     figures["mib_per_s"] = round(statistics.median(row["mib"] / row["move_s"] for row in of_best), 1)
-    return Bench(rows, figures)
+    with tempfile.TemporaryDirectory(prefix="dora-bench-") as root:
+        carried = carriers.rows(Path(root))
+    figures |= {f"{row['carrier']}_mib_per_s": row["mib_per_s"] for row in carried}
+    return Bench([*rows, *carried], figures)
 
 
 def _pairs(dtype: Dtype) -> list[dict[str, Any]]:
