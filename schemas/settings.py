@@ -48,9 +48,7 @@ class Engines(Section):
     seats: int = Field(32, ge=1, description="Requests at once in one engine.")
     kv_mib: int = Field(256, ge=1, description="KV cache of one engine, MiB.")
     kv_host_mib: int = Field(
-        256,
-        ge=0,
-        description="Host memory for the KV of requests that leave one engine, MiB; 0 = they are prefilled again.",
+        256, ge=0, description="Host memory for KV that leaves one engine, MiB; 0 = it is computed again."
     )
     kv_carrier: Literal["shared_memory", "flight"] = Field(
         "shared_memory", description="How it travels: on one host, or also between hosts (Arrow Flight)."
