@@ -137,19 +137,11 @@ class RemoteEngine:
     """An engine of the host."""
 
     def __init__(
-        self,
-        host: Host,
-        name: str,
-        settings: Settings,
-        model_folder: Path,
-        *,
-        cold: int | None = None,
-        kv_folder: Path | None = None,
-        number: int = 0,
-    ):
+        self, host: Host, name: str, settings: Settings, model_folder: Path, *, cold: int | None = None, **kv: Any
+    ) -> None:
         self._host, self._name = host, name
         self.seats, self.kv_tokens_max, self.tokens_per_request_max = host.call(
-            "start", name, settings, model_folder, cold, kv_folder, number, host.place.address
+            "start", name, settings, model_folder, cold, address=host.place.address, **kv
         )
 
     def _do(self, method: str, *args: Any, **named: Any) -> Any:
@@ -248,21 +240,13 @@ def _serve(pipe: Connection, place: Place) -> None:
             return
 
 
-def start(  # noqa: PLR0917
-    name: str,
-    settings: Settings,
-    model_folder: Path,
-    cold: int | None,
-    kv_folder: Path | None = None,
-    number: int = 0,
-    address: str = "127.0.0.1",
-) -> tuple[int, int, int]:
-    """`cold`: let vLLM load the folder itself, as this version, with no swap ever."""
+def start(name: str, settings: Settings, model_folder: Path, cold: int | None, **kv: Any) -> tuple[int, int, int]:
+    """`cold`: let vLLM load the folder itself, as this version, with no swap ever. `kv`: as of the engine."""
     from workers.rollout.engines.vllm_engine import VllmEngine
 
     if cold is not None:
         settings = settings.model_copy(update={"vllm": settings.vllm | {"load_format": "auto"}})
-    engine = VllmEngine(settings, model_folder, kv_folder=kv_folder, number=number, address=address)
+    engine = VllmEngine(settings, model_folder, **kv)
     if cold is not None:
         engine._version = cold
     _ENGINES[name] = engine
