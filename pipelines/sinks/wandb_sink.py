@@ -34,7 +34,7 @@ class WeightsAndBiases:
             from wandb.proto import wandb_internal_pb2
         except ImportError as error:
             raise missing(error, "wandb") from error
-        files = sorted(folder.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
+        files = sorted(folder.glob(f"wandb/offline-run-*/run-{run}.wandb"))  # -{run}, and -{run}-1 within a second
         _wait_until_closed(files)
         said = [_offset(wandb_internal_pb2.Record.FromString(one)) for file in files for one in records(file)]
         self._position = max((offset + 1 for offset in said if offset is not None), default=0)
