@@ -41,11 +41,17 @@ def run_worker(kind: str, run_dir: Path, number: int, broker: str) -> int:
 
 
 def own_address(broker: str) -> str:
-    """Of this host's interface on the way to the log: the other hosts of a run reach that, too."""
+    """Of this host's interface on the way to the log: the other hosts of a run reach that, too. BadInput."""
     host, _, port = broker.partition(",")[0].rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
-        unsent.connect((host, int(port)))
-        return str(unsent.getsockname()[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+            unsent.connect((host, int(port)))
+            return str(unsent.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"engines.kv_carrier = flight: no way over IPv4 to the broker {broker} ({error}), and so no address for "
+            "other hosts: give the broker by an IPv4 address, or take shared_memory"
+        ) from error
 
 
 def _orchestrator(process: Process, bus: Bus, _: int) -> int:
@@ -65,7 +71,8 @@ def _rollout(process: Process, bus: Bus, number: int) -> int:
     from workers.transport.kv.shared_memory import folder_of
 
     folder = folder_of(process.run, process.run_dir)
-    address = own_address(process.broker)
+    flies = process.settings.engines.kv_carrier == "flight"
+    address = own_address(process.broker) if flies else "127.0.0.1"
     engine = engine_of(process.settings, kv_folder=folder, number=number, address=address)
     try:
         return serve(process, bus, engine, number, socket.gethostname())

@@ -213,3 +213,16 @@ def test_an_engine_that_is_killed_leaves_its_offer_and_its_claim_to_others(two: 
     with open_host(two.hosts[0].place) as host:
         RemoteEngine(host, "third", settings(two.model, two.way), two.model, **told).close()
     assert list(two.folders[0].glob("2.*")) == []
+
+
+@pytest.mark.full
+def test_a_host_that_is_cut_off_costs_its_requests_their_kv_and_nothing_else(two: Two) -> None:
+    """The last one here: engine 1 does not ask engine 0 again for a minute."""
+    if two.way != "two_hosts":
+        pytest.skip(f"{two.way}: one host has no cable")
+    sample = left(two, wanted())
+    two.hosts[0].place.plug("down")
+    try:
+        assert reason_after(two, sample) == "unreachable"
+    finally:
+        two.hosts[0].place.plug("up")

@@ -2,6 +2,8 @@
 
 import os
 import re
+import resource
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from pipelines.workers_entry import own_address
 from tests.unit.test_shared_memory import DATA, HEADER, PARTS
 from workers.runtime import clock
+from workers.runtime.errors import BadInput
 from workers.transport.kv import shared_memory
 from workers.transport.kv.flight import PIECE_BYTES, RELEASE, Flight
 from workers.transport.kv.handoff import LEASE_US, SECOND_US, State, Unusable
@@ -186,3 +190,39 @@ def test_a_transfer_that_is_cut_off_leaves_nothing(
     monkeypatch.setattr("workers.transport.kv.flight._pieces", breaks)
     assert _reason(other, location) == "unreachable"
     assert _names(folders[1]) == []
+
+
+def test_a_receiver_whose_shared_memory_is_full_has_no_space_and_goes_on(
+    owner: Flight, other: Flight, folders: list[Path]
+) -> None:
+    """The limit on a file's size says what a full file system would."""
+    location = owner.location(_offer(owner))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES, hard))
+    try:
+        assert _reason(other, location) == "no_space"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert _names(folders[1]) == []
+    assert other.claim(location, ROOM).exists(), "its owner was not taken for dead"
+
+
+class _Stranger(flight.FlightServerBase):  # type: ignore[misc]
+    def do_get(self, context: object, ticket: flight.Ticket) -> flight.RecordBatchStream:  # noqa: ARG002
+        return flight.RecordBatchStream(pa.table({"bytes": ["a", "b"]}))
+
+
+def test_what_a_stranger_sends_is_unreadable(other: Flight, folders: list[Path]) -> None:
+    with _Stranger(("127.0.0.1", 0)) as stranger:
+        assert _reason(other, f"grpc://127.0.0.1:{stranger.port}/{'0' * 32}/1.2.3.4") == "unreadable"
+        stranger.shutdown()
+    assert _names(folders[1]) == []
+
+
+def test_its_address_is_that_of_the_way_to_the_log() -> None:
+    assert own_address("127.0.0.1:9092,10.0.0.1:9092") == "127.0.0.1"
+    for wrong in ("", "[::1]:9092"):
+        with pytest.raises(BadInput, match="kv_carrier = flight: no way over IPv4"):
+            own_address(wrong)

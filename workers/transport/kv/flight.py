@@ -88,11 +88,9 @@ class Flight(SharedMemory):
             self._fetch(there, path, room)
         except KeyError as error:
             raise Unusable("gone") from error
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             self._silence(there.at)
             raise Unusable("unreachable") from error
-        except OSError as error:
-            raise Unusable("no_space") from error
         self._fetched[path] = there
         return path
 
@@ -130,12 +128,13 @@ class Flight(SharedMemory):
         reader = self._client(there.at).do_get(
             flight.Ticket(there.ticket), flight.FlightCallOptions(timeout=FETCH_S_MAX)
         )
+        if not reader.schema.equals(_SCHEMA):
+            raise Unusable("unreadable")
         if int(reader.schema.metadata[_SIZE]) - HEAD_BYTES > room:
             raise Unusable("budget")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_suffix(PART)
         try:
-            with part.open("wb", buffering=0) as file:
+            with _new(part) as file:
                 for piece in reader:
                     _write(file, memoryview(piece.data.column(0).buffers()[1])[: piece.data.num_rows])
             part.rename(path)
@@ -155,9 +154,22 @@ class Flight(SharedMemory):
             client.close()
 
 
+def _new(path: Path) -> FileIO:
+    """Unusable (`no_space`)."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        raise Unusable("no_space") from error
+
+
 def _write(file: FileIO, piece: memoryview) -> None:
-    while piece:
-        piece = piece[file.write(piece) :]
+    """All of it. Unusable (`no_space`)."""
+    try:
+        while piece:
+            piece = piece[file.write(piece) :]
+    except OSError as error:
+        raise Unusable("no_space") from error
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]
