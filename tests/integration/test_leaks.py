@@ -17,11 +17,12 @@ TURNS, EACH, WARM = 100, 5, 20
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    with open_two(tmp_path_factory.mktemp("leaks")) as opened:
+def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Two]:
+    with open_two(tmp_path_factory.mktemp("leaks"), getattr(request, "param", "shared_memory")) as opened:
         yield opened
 
 
+@pytest.mark.parametrize("two", ["shared_memory", "flight"], indirect=True)
 def test_five_hundred_moves_and_a_hundred_swaps_leak_nothing(two: Two) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
@@ -43,7 +44,7 @@ def test_five_hundred_moves_and_a_hundred_swaps_leak_nothing(two: Two) -> None:
         for number, host in enumerate(two.hosts):
             two.engines[number].tend()
             assert host.call("held", f"engine{number}") == EMPTY, f"engine {number}, turn {turn}"
-        assert list(two.folders[0].glob("*")) == []
+        assert two.files() == []
         if turn == WARM:
             before = [host.call("resident_mib") for host in two.hosts]
     for number, host in enumerate(two.hosts):
