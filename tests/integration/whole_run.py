@@ -98,7 +98,7 @@ def dora_run(
         popen = subprocess.Popen(
             argv,
             cwd=ROOT,
-            env={**_environment(mark), **(environment or {})},
+            env={**environment_of(mark), **(environment or {})},
             stdout=sink,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -113,7 +113,8 @@ def dora_run(
         popen.wait()
 
 
-def _environment(mark: str) -> Mapping[str, str]:
+def environment_of(mark: str) -> Mapping[str, str]:
+    """For a command of a test and all that it starts: nothing of ours is set but its mark and the tests' home."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DORA_"))}
     return given | {MARK: mark, "OMP_NUM_THREADS": "1", HOME_VARIABLE: str(ROOT / ".run" / "tests")}
 
