@@ -202,6 +202,8 @@ class Reporter(threading.Thread):
         )
 
     def _emit(self, event: str, payload: dict[str, Any]) -> None:
-        resource = {"prefect.resource.id": f"dora.run.{self._run}"}
+        """What is told is in the resource's labels too: triggers of automations match those alone."""
+        resource = {"prefect.resource.id": f"dora.run.{self._run}", "prefect.resource.name": self._run}
+        resource |= {"dora.folder": self._folder, **{f"dora.{name}": str(value) for name, value in payload.items()}}
         related = [{"prefect.resource.id": f"prefect.flow-run.{self._flow_run}", "prefect.resource.role": "flow-run"}]
         emit_event(event, resource=resource, related=related, payload=payload)

@@ -68,6 +68,26 @@ class Ui:
         made = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})
         return str(made["id"])
 
+    def automate(self, place: str, flow: str, event: str, match: dict[str, str], **parameters: str | int) -> str:
+        """The form of an automation: at this event of such a resource run a deployment. The deployment's id."""
+        deployment = str(self.ask(f"/deployments/name/{flow}/{place}")["id"])
+        trigger = {
+            "type": "event",
+            "posture": "Reactive",
+            "expect": [event],
+            "match": match,
+            "threshold": 1,
+            "within": 0,
+        }
+        action = {"type": "run-deployment", "deployment_id": deployment, "parameters": parameters}
+        self.ask("/automations/", {"name": f"{flow} at {event}", "trigger": trigger, "actions": [action]})
+        return deployment
+
+    def runs_of(self, deployment: str) -> list[str]:
+        """Its flow runs."""
+        found = self.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
+        return [str(run["id"]) for run in found]
+
     def _set(self, flow_run: str, kind: str, name: str, *, force: bool = False, **more: Any) -> None:
         state = {"type": kind, "name": name, "message": "pressed in a test", **more}
         answer = self.ask(f"/flow_runs/{flow_run}/set_state", {"state": state, "force": force})

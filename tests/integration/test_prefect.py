@@ -149,15 +149,18 @@ def test_suspend_stops_at_a_checkpoint_and_resume_goes_on_in_the_same_folder(hou
 
 
 @pytest.mark.full
-def test_an_evaluator_is_a_flow_run_of_its_own_and_ends_with_the_run(house: House, tmp_path: Path) -> None:
-    """However late Prefect starts it: the run keeps what it is to evaluate."""
+def test_an_automation_starts_an_evaluator_which_is_a_flow_run_of_its_own_and_ends_with_the_run(
+    house: House, tmp_path: Path
+) -> None:
+    """At the run's first version, and however late Prefect is then: the run keeps what it is to evaluate."""
+    match = {"prefect.resource.id": f"dora.run.{tmp_path.name}", "dora.version": "0"}
+    asked: dict[str, str | int] = {"run": "{{ event.resource['dora.folder'] }}", "every": 5}
+    deployment = house.ui.automate(house.kept.place, "evaluate", "dora.version.published", match, **asked)
     with house.run(tmp_path, "steps=30", "scheduling.weights_keep_every=5") as running:
-        until_step(running, 1)
-        place = {"run": str(running.run_dir), "every": 5}
-        evaluator = house.ui.start(house.kept.place, flow="evaluate", **place)
-        house.ui.wait_state(evaluator, lambda state: state["type"] == "RUNNING", 100.0)
         ran = running.wait()
         assert ran.code == 0, running.story()
+        _until(lambda: bool(house.ui.runs_of(deployment)), "the automation runs the deployment")
+        (evaluator,) = house.ui.runs_of(deployment)
         state = house.ui.wait_state(evaluator, lambda state: state["type"] in FINAL, 100.0)
         assert (state["type"], state["message"]) == ("COMPLETED", "the run has ended")
     shown = house.ui.artifacts(evaluator)

@@ -88,7 +88,13 @@ class Server:
 class Stage:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        monkeypatch.setattr(reporter, "emit_event", lambda event, payload, **_: self.events.append((event, payload)))
+        self.resources: list[dict[str, str]] = []
+
+        def emit(event: str, resource: dict[str, str], payload: dict[str, Any], **_: Any) -> None:
+            self.events.append((event, payload))
+            self.resources.append(resource)
+
+        monkeypatch.setattr(reporter, "emit_event", emit)
         self.folder, self.server, self.stop = folder, Server(), StopRequest()
         (folder / "r").mkdir(parents=True, exist_ok=True)
         self.settings = some_settings(folder)
@@ -201,6 +207,12 @@ def test_every_step_version_and_lost_engine_is_told_once_also_after_a_resume(sta
     steps = [payload for event, payload in stage.events if event == "dora.step.trained"]
     assert steps == [{"step": 0, "reward": 0.25}, {"step": 1, "reward": 0.5}]
     assert [p["version"] for event, p in stage.events if event == "dora.version.published"] == [0, 1, 2]
+    assert stage.resources[2] == {  # by which an automation tells the first version from the others
+        "prefect.resource.id": "dora.run.r",
+        "prefect.resource.name": "r",
+        "dora.folder": str(stage.folder / "r"),
+        "dora.version": "0",
+    }
     (stage.folder / "r" / "status.json").write_text(json.dumps({"run": "r", "step": 2, "version": 2}))
     stage.events.clear()
     resumed = stage.reporter()
