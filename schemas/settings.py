@@ -69,6 +69,7 @@ class Scheduling(Section):
     live_factor: float = Field(2.0, gt=0, description="Live groups at most, in batches.")
     oversample_factor: float = Field(1.5, ge=1, description="Mode oversample: groups opened per step, in batches.")
     legacy_fill: bool = Field(False, description="Fill old versions' idle seats with new groups of their version.")
+    open_every: int = Field(1, ge=1, description="Groups are opened under every so many-th version only.")
     partition: Literal["packed", "proportional"] = Field("packed", description="How versions share the engines.")
     rebalance_period_s: float = Field(5.0, gt=0, description="Partition again at least this often.")
     failures_max: int = Field(3, ge=1, description="Failures of one sample until its group is voided.")
@@ -322,11 +323,12 @@ class Settings(Section):
             raise ValueError("scheduling.live_factor x groups_per_batch is below 1 group: nothing could ever open")
         if self.lag_max and self.scheduling.live_factor < 1:
             raise ValueError("scheduling.live_factor below 1 can never fill a batch")
-        if self.scheduling.legacy_fill and self.mode != "dora":
-            raise ValueError(
-                f'scheduling.legacy_fill needs mode = "dora": in mode {self.mode} old versions never have idle seats '
-                "that may be filled"
-            )
+        every = self.scheduling.open_every
+        for key, used in (("legacy_fill", self.scheduling.legacy_fill), ("open_every", every > 1)):
+            if used and self.mode != "dora":
+                raise ValueError(f'scheduling.{key} needs mode = "dora": mode {self.mode} opens at the newest only')
+        if every > max(1, self.staleness_max):
+            raise ValueError(f"scheduling.open_every = {every}: at most staleness_max, or groups open too old to train")
         if self.engines.count * self.engines.seats < self.group_size:
             raise ValueError(
                 f"all engines together have {self.engines.count * self.engines.seats} seats, "

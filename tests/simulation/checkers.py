@@ -57,6 +57,8 @@ class Checker(Progress):
         assert books.incarnation == effect.incarnation, "swap of another incarnation"
         assert books.loading is None, "swap while loading"
         assert effect.version in self.made, "swap to a version that is not there"
+        evaluates = bool(self.settings.evaluation.samples) and self._training_over()
+        assert effect.version <= self.youngest or evaluates, f"swap to {effect.version}, {self.youngest} opens groups"
         assert effect.version not in self.deleted | self.retired, "swap to a version that is gone (I5)"
         assert effect.version != books.version, "swap to the version that is served"
         assert effect.after_sequence == books.issued, f"after_sequence {effect.after_sequence}, issued {books.issued}"
@@ -76,7 +78,7 @@ class Checker(Progress):
         hosts = [books for books in self.books.values() if books.loading is None]
         same = [books for books in hosts if books.version == leaving.version]
         has = any(version in (books.version, books.loading) for books in self.books.values())
-        gains = version == self.published and has
+        gains = version == self.youngest and has
         if self.mode == "partial" or self.settings.scheduling.partition != "packed" or not gains:
             return
         held = [self._sample(key.group, key.index, key.attempt) for books in same for key in books.booked]
@@ -163,11 +165,12 @@ class Checker(Progress):
         assert self.rows[row].purpose == purpose, f"row {row} in a {purpose} group"
         if evaluates:
             self.evaluating[effect.group] = life
+            self.youngest = max(self.youngest, effect.version)
             return life
         assert row == self.row_next, f"row {row} opened, {self.row_next} is next"
         self.row_next += 1
-        filled = self.settings.scheduling.legacy_fill and self.step_next - self.K < effect.version < self.published
-        assert filled or effect.version == self.published, f"group {effect.group} opened at an old version"
+        filled = self.settings.scheduling.legacy_fill and self.step_next - self.K < effect.version < self.youngest
+        assert filled or effect.version == self.youngest, f"group {effect.group} opened at version {effect.version}"
         same = [other for other in self.live.values() if self._host_of(other.version) == effect.version]
         passed = [other for other in same if any(sample.place == "wait" for sample in other.samples)]
         assert not passed, f"group {effect.group} is opened, requests of row {passed[0].row} wait"

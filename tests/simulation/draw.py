@@ -63,6 +63,8 @@ def draw(seed: int) -> Drawn:
     few = by_epochs or rng.random() < 0.15
     rows_max = eval_rows + rng.randint(1, steps * batch) if few else NEVER
     timeout_s = rng.choice([15.0, 40.0])
+    staleness_max = modes.choice([0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8])
+    every = random.Random(seed + 5_000_003).choice([1, 1, 2, 3, 8])
     settings = Settings.model_validate(
         {
             "name": f"seed-{seed}",
@@ -72,7 +74,7 @@ def draw(seed: int) -> Drawn:
             "epochs": 1 if by_epochs else 0,
             "group_size": group_size,
             "groups_per_batch": batch,
-            "staleness_max": modes.choice([0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8]),
+            "staleness_max": staleness_max,
             "engines": {
                 "count": engines,
                 "seats": seats,
@@ -85,6 +87,7 @@ def draw(seed: int) -> Drawn:
                 "live_factor": rng.choice([1.0, 1.5, 2.0, 3.0]) + filled,
                 "oversample_factor": modes.choice([1.0, 1.5, 2.5]),
                 "legacy_fill": filled,
+                "open_every": max(1, min(every, staleness_max)) if mode == "dora" else 1,
                 "partition": rng.choice(["packed", "packed", "proportional"]),
                 "rebalance_period_s": rng.choice([2.0, 5.0, 10.0]),
                 "failures_max": rng.randint(1, 3),

@@ -77,7 +77,7 @@ class Ledger:
         self.retired: set[int] = set()
         self.deleted: set[int] = set()
         self.kept: tuple[int, ...] | None = None
-        self.published = -1
+        self.published = self.youngest = -1
         self.step_next = 0
         self.chosen: list[int] = []
         self.trained_keys: set[tuple[int, int]] = set()
@@ -140,6 +140,8 @@ class Ledger:
 
     def _published(self, word: m.WeightsArrived) -> None:
         self.published, self.moved_at = word.version, self.now
+        if word.version % self.settings.scheduling.open_every == 0:
+            self.youngest = word.version
         for number in self.chosen:
             self.groups[number].status = "trained"
         self.chosen = []

@@ -84,7 +84,12 @@ MUTANTS = (
         "share = engines * demand.requests / sum(d.requests for d in demands)\n"
         "            more = round(share) - 1 if limit == 'keep' else 0",
     ),
-    Mutant("the newest version takes all engines", "state", "[self._demand(version) for version in versions] + ", ""),
+    Mutant(
+        "the newest version takes all engines",
+        "state",
+        "for version in [*versions, self.youngest]]",
+        "for version in [self.youngest]]",
+    ),
     Mutant(
         "the tick does not rebalance, nor a lost or a hosting engine",
         "state",
@@ -248,7 +253,7 @@ MUTANTS = (
     Mutant(
         "the barrier lets engines through",
         "state",
-        'if version == self.published and versions and self.settings.mode == "one_step":',
+        'if version == self.youngest and versions and self.settings.mode == "one_step":',
         "if False:",
         "one_step",
     ),
@@ -319,6 +324,27 @@ MUTANTS = (
         "state",
         "        if self.settings.scheduling.legacy_fill:\n",
         "        if False:\n",
+        "dora",
+    ),
+    Mutant(
+        "groups are opened under every version",
+        "hearing",
+        "self.published - self.published % self.settings.scheduling.open_every",
+        "self.published",
+        "dora",
+    ),
+    Mutant(
+        "what opens groups falls behind what was evaluated",
+        "hearing",
+        "return max(opens, self.evaluated[-1]) if self.evaluated else opens",
+        "return opens",
+        "dora",
+    ),
+    Mutant(
+        "engines are given to a version that nothing is opened under",
+        "state",
+        "for version in [*versions, self.youngest]]",
+        "for version in [*versions, self.published]]",
         "dora",
     ),
     Mutant(

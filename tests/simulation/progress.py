@@ -22,7 +22,7 @@ class Progress(Ledger):
         hosts = [b for b in self.books.values() if b.loading is None and b.version is not None]
         row = self.rows.get(self.row_next)
         tokens = 0 if row is None else row.prompt_tokens + row.max_new_tokens
-        mine = [b for b in hosts if b.version == self.published and len(b.booked) < b.seats]
+        mine = [b for b in hosts if b.version == self.youngest and len(b.booked) < b.seats]
         free = any(sum(b.booked.values()) + tokens <= b.kv_tokens_max for b in mine)
         lives = [*self.live.values(), *self.evaluating.values()]
         asking = [(life, s) for life in lives for s in life.samples if s.place in ("wait", "out")]
@@ -34,10 +34,10 @@ class Progress(Ledger):
         for books in hosts:
             assert books.booked or books.version not in waits, "an empty engine, and requests of its version wait"
         late = {self._host_of(life.version) for life in lives if any(self._may_wait(sample) for sample in life.samples)}
-        rests = self.published not in waits | late
+        rests = self.youngest not in waits | late
         assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
         if self.settings.scheduling.legacy_fill and row is not None:
-            old = [b for b in hosts if b.version != self.published and b.version not in waits | late]
+            old = [b for b in hosts if b.version != self.youngest and b.version not in waits | late]
             self._check_filled([b for b in old if sum(b.booked.values()) + tokens <= b.kv_tokens_max])
         self._check_progress(now)
 
@@ -64,7 +64,7 @@ class Progress(Ledger):
         if self.row_next not in self.rows or len(self.live) + 1 > self.settings.live_max:
             return False
         first_round = sum(life.purpose == "eval" for life in self.groups.values()) >= self.drawn.eval_rows
-        last = deadline(self.published, self.K, self.steps)
+        last = deadline(self.youngest, self.K, self.steps)
         room = (last - self.step_next + 1) * (self.settings.live_max if self.mode == "oversample" else self.batch)
         return len(self.live) + 1 <= room and (first_round or not self.settings.evaluation.samples)
 

@@ -189,6 +189,38 @@ def test_a_row_that_only_an_old_version_has_room_for_makes_way_for_one_that_fits
     assert sorted({(issue.group, issue.version) for issue in driver.said(m.Issue, said)}) == [(4, 0), (5, 1)]
 
 
+# --- open_every -------------------------------------------------------------------------------
+
+
+def test_a_version_in_between_opens_no_group_and_no_engine_loads_it() -> None:
+    driver = Driver(settings_of(staleness_max=3, scheduling={"open_every": 2}))
+    for version in (1, 2, 3):
+        for group in driver.running()[:2]:
+            driver.complete(group)
+        driver.train()
+        driver.host_all()
+        assert driver.mind.published == version
+    assert sorted({version for _, version in swapped(driver, driver.effects)}) == [0, 2]
+    assert {issue.version for issue in driver.said(m.Issue)} == {0, 2}
+    trained = {step.step: {step.step - version for _, version in step.groups} for step in driver.said(m.BatchRecord)}
+    assert trained == {0: {0}, 1: {1}, 2: {2}}, "the groups that step 1 left were opened under version 0 too"
+
+
+def test_the_last_version_is_evaluated_whatever_opens_groups() -> None:
+    settings = settings_of(steps=3, staleness_max=2, evaluation={"samples": 1}, scheduling={"open_every": 2})
+    driver = Driver(settings, rows=0)
+    driver.prompts(1, purpose="eval")
+    driver.prompts(20)
+    driver.finish(RequestKey(0, 0, 0))
+    driver.score(RequestKey(0, 0, 0), 1.0, 0, purpose="eval")
+    for _ in range(3):
+        for group in driver.running()[:2]:
+            driver.complete(group)
+        said = driver.train()
+        said += driver.host_all()
+    assert [(issue.purpose, issue.version) for issue in driver.said(m.Issue, said)] == [("eval", 3)]
+
+
 def test_sync_chooses_the_same_groups_as_a_loop_that_knows_nothing_of_versions() -> None:
     """K = 0: each step opens the next B rows, waits for all, trains them in the order in which they were complete."""
     order = [[1, 0], [0, 1], [1, 0], [1, 0], [0, 1]]

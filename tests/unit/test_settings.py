@@ -192,6 +192,13 @@ def test_old_versions_are_filled_in_mode_dora_only() -> None:
     assert "oversample_factor" in _error(SMALL, "scheduling.oversample_factor=0.9")
 
 
+def test_groups_open_under_every_so_many_th_version_in_mode_dora_and_while_they_can_be_trained() -> None:
+    assert _settings("staleness_max=2", "scheduling.open_every=2").scheduling.open_every == 2
+    assert "at most staleness_max" in _error(SMALL, "staleness_max=2", "scheduling.open_every=3")
+    assert 'scheduling.open_every needs mode = "dora"' in _error(SMALL, "mode=partial", "scheduling.open_every=2")
+    assert "scheduling.open_every" in _error(SMALL, "scheduling.open_every=0")
+
+
 def test_resumed_run_computes_its_capacity_from_batches_and_not_from_versions() -> None:
     """B01: B = 64 gives 192 live groups at live_factor 3 and 128 at the default 2, whatever the version."""
     assert _settings("groups_per_batch=64", "scheduling.live_factor=3.0").live_max == 192

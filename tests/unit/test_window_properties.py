@@ -13,6 +13,8 @@ from workers.orchestrator.window import Candidate, Choice, Rules, choose, fillab
 
 ACTS = st.lists(st.tuples(st.sampled_from("ooffvccbbpp"), st.integers(0, 40)), min_size=20, max_size=100)
 """(what, how many times or which): open, fill, void, complete, batch, publish."""
+EVERY = st.integers(1, 4)
+"""`open_every`; K is its limit."""
 
 
 @st.composite
@@ -28,10 +30,15 @@ class Walk:
     """Groups in order of opening: [version, complete]."""
 
     rules: Rules
+    every: int = 1
     newest: int = 0
     first: int = 0
     live: list[list[int]] = field(default_factory=list)
     filled: int = 0
+
+    @property
+    def youngest(self) -> int:
+        return self.newest - self.newest % max(1, min(self.every, self.rules.staleness_max))
 
     def counts(self) -> list[tuple[int, int]]:
         versions = [version for version, _ in self.live]
@@ -40,10 +47,10 @@ class Walk:
     def act(self, act: str, which: int) -> None:
         last = self.rules.steps is not None and self.first >= self.rules.steps
         if act == "o":
-            for _ in range(min(which % 8 + 1, openable(self.rules, self.newest, self.first, len(self.live)))):
-                self.live.append([self.newest, 0])
-        elif act == "f" and self.newest and fillable(self.rules, which % self.newest, self.first, self.counts()):
-            self.live.append([which % self.newest, 0])
+            for _ in range(min(which % 8 + 1, openable(self.rules, self.youngest, self.first, len(self.live)))):
+                self.live.append([self.youngest, 0])
+        elif act == "f" and self.youngest and fillable(self.rules, which % self.youngest, self.first, self.counts()):
+            self.live.append([which % self.youngest, 0])
             self.filled += 1
         elif act == "v" and self.live:
             self.live.pop(which % len(self.live))
@@ -77,21 +84,21 @@ class Walk:
         return feasible(versions, self.first, limits.batch, limits.staleness_max, limits.steps)
 
 
-@given(rules(), ACTS)
+@given(rules(), EVERY, ACTS)
 def test_i6_holds_and_live_groups_stay_within_their_limit_after_every_act(
-    limits: Rules, acts: list[tuple[str, int]]
+    limits: Rules, every: int, acts: list[tuple[str, int]]
 ) -> None:
-    walk = Walk(limits)
+    walk = Walk(limits, every)
     for act, which in acts:
         walk.act(act, which)
         assert walk.feasible(), f"after {act}: live {walk.counts()}, next batch {walk.first}"
         assert len(walk.live) <= limits.live_max
 
 
-@given(rules(), ACTS)
-def test_no_state_is_a_dead_end(limits: Rules, acts: list[tuple[str, int]]) -> None:
+@given(rules(), EVERY, ACTS)
+def test_no_state_is_a_dead_end(limits: Rules, every: int, acts: list[tuple[str, int]]) -> None:
     """When everything live is complete and the version is out, a batch can be chosen, or a group can be opened."""
-    walk = Walk(limits)
+    walk = Walk(limits, every)
     for act, which in acts:
         walk.act(act, which)
     while limits.steps is None or walk.first < limits.steps:

@@ -66,6 +66,13 @@ class Hearing:
     def ended(self) -> bool:
         return self.last_word is not None
 
+    @property
+    def youngest(self) -> int:
+        """The version under which groups are opened: the newest, or the last that `scheduling.open_every` lets open, or
+        the last that was evaluated. It never falls, and is at most `open_every` steps behind the next batch."""
+        opens = self.published - self.published % self.settings.scheduling.open_every
+        return max(opens, self.evaluated[-1]) if self.evaluated else opens
+
     def _take(self, event: m.Event) -> None:
         match event:
             case m.Tick():
@@ -144,7 +151,7 @@ class Hearing:
         if self.fleet.release(engine, key):
             self.changed = True
             version = engine.version
-            if version is not None and version < self.published and not self.groups.of(version).waiting:
+            if version is not None and version < self.youngest and not self.groups.of(version).waiting:
                 self.triggered |= len(engine.booked) == 0 or self.groups.of(version).unsampled % engine.seats == 0
         found = self.groups.current(key)
         if found is None or found[1].place not in UNSAMPLED:

@@ -131,19 +131,19 @@ class Mind(Hearing):
                 self._end("done", f"{self.step_next} steps trained")
 
     def _openable(self) -> int:
-        """Groups that could be opened at the newest version, engines aside."""
+        """Groups that could be opened now, engines aside."""
         if self.published < 0:
             return 0
-        count = window.openable(self.rules, self.published, self.step_next, self.groups.live)
+        count = window.openable(self.rules, self.youngest, self.step_next, self.groups.live)
         return min(count, len(self.rows.unread)) if self.rows.ended else count
 
     def _partition(self) -> None:
         engines = self.fleet.engines
         if not engines:
             return
-        versions = [v for v, books in sorted(self.groups.versions.items()) if books.unsampled and v < self.published]
+        versions = [v for v, books in sorted(self.groups.versions.items()) if books.unsampled and v < self.youngest]
         for engine, version in self.fleet.switches(self._shares(versions)):
-            if version == self.published and versions and self.settings.mode == "one_step":
+            if version == self.youngest and versions and self.settings.mode == "one_step":
                 continue  # the barrier: all of the last version end first
             for key in engine.booked:
                 found = self.groups.current(key)
@@ -158,7 +158,7 @@ class Mind(Hearing):
         engines = len(self.fleet.engines)
         if self.settings.mixes_versions:
             return {self._host_of(self.published): engines}
-        demands = [self._demand(version) for version in versions] + [self._demand(self.published)]
+        demands = [self._demand(version) for version in [*versions, self.youngest]]
         share = partition.packed if self.settings.scheduling.partition == "packed" else partition.proportional
         return share(engines, demands)
 
@@ -173,7 +173,7 @@ class Mind(Hearing):
     def _demand(self, version: int) -> partition.Demand:
         books, held = self.groups.of(version), self.fleet.held(version)
         live = books.unsampled > 0
-        if version == self.published:
+        if version == self.youngest:
             could = min(self._openable() * self.settings.group_size, self.fleet.free_seats())
             return partition.Demand(version, books.unsampled + could, live)
         seats, kv_tokens = self.fleet.smallest()
@@ -193,14 +193,14 @@ class Mind(Hearing):
             self._place(at)
 
     def _opening(self) -> int | None:
-        """The version that has room for the next row and may open it: the newest, or with `legacy_fill` the newest of
+        """The version that has room for the next row and may open it: `youngest`, or with `legacy_fill` the newest of
         those whose idle seats only they can use. Asked again for every row: one that fits nowhere but at an old version
-        may stand before one that the newest has room for."""
-        if self._openable() > 0 and self._has_room(self.published):
-            return self.published
+        may stand before one that the youngest has room for."""
+        if self._openable() > 0 and self._has_room(self.youngest):
+            return self.youngest
         if self.settings.scheduling.legacy_fill:
             for version in sorted(self.fleet.hosts, reverse=True):
-                if version < self.published and self._has_room(version) and self._fillable(version):
+                if version < self.youngest and self._has_room(version) and self._fillable(version):
                     return version
         return None
 

@@ -8,9 +8,9 @@ Why no batch can become impossible (I6: for every m >= n the live groups with de
 that is, number at most (m - n + 1) x B), by induction over what can happen:
 
 * Nothing is live: it holds.
-* A group is opened at the newest version w. Deadlines never fall as versions grow, so the new group's deadline D is the
-  greatest of all. Counts at m < D do not change; at m >= D the count is live + 1, and `openable` allowed it only with
-  live + 1 <= (D - n + 1) x B <= (m - n + 1) x B.
+* A group is opened at version w, and no live group has a later one. Deadlines never fall as versions grow, so the new
+  group's deadline D is the greatest of all. Counts at m < D do not change; at m >= D the count is live + 1, and
+  `openable` allowed it only with live + 1 <= (D - n + 1) x B <= (m - n + 1) x B.
 * Batch n is chosen: `choose` takes it only if I6 holds afterwards, with n + 1 for n. For m = n that leaves 0 groups, so
   all groups with deadline n are in the batch, and nothing older than K can ever be left.
 * A group is voided: counts only fall. A version is announced: neither deadlines nor n change.
