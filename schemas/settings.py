@@ -54,9 +54,7 @@ class Engines(Section):
         "shared_memory", description="How it travels: on one host, or also between hosts (Arrow Flight)."
     )
     tokens_per_request_max: int = Field(1024, ge=16, description="Prompt and response together, tokens.")
-    snapshot_tokens: int = Field(
-        1024, ge=0, description="An engine that dies loses so many tokens of a request at most; 0 = all of its own."
-    )
+    snapshot_tokens: int = Field(1024, ge=0, description="What a request loses at most if its engine dies; 0 = all.")
     threads: int = Field(1, ge=1, description="OpenMP threads of one engine.")
     timeout_s: float = Field(60.0, gt=0, description="An engine that says nothing for this long is lost.")
     start_timeout_s: float = Field(600.0, gt=0, description="An engine must have joined after this long.")
