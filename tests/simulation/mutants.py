@@ -84,12 +84,7 @@ MUTANTS = (
         "share = engines * demand.requests / sum(d.requests for d in demands)\n"
         "            more = round(share) - 1 if limit == 'keep' else 0",
     ),
-    Mutant(
-        "the newest version takes all engines",
-        "state",
-        "for version in [*versions, self.youngest]]",
-        "for version in [self.youngest]]",
-    ),
+    Mutant("the newest version takes all engines", "state", "[*versions, self.youngest]", "[self.youngest]"),
     Mutant(
         "the tick does not rebalance, nor a lost or a hosting engine",
         "state",
