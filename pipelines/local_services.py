@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ from workers.runtime.errors import DoraError
 
 START_S_MAX = 180.0
 STOP_S_MAX = 20.0
+FRESH_PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to clients: it takes none of them between the choice and the service's start."""
 _PR_SET_PDEATHSIG = 1
 
 BROKER_SETTINGS: Mapping[str, str] = {
@@ -212,7 +215,8 @@ def _ports(lock: IO[str], count: int) -> list[int]:
     wanted = before if isinstance(before, list) and len(before) == count else [0] * count
     ports, held = [], []
     for port in wanted:
-        for attempt in (int(port), 0):
+        fresh = [one for one in random.sample(FRESH_PORTS, 20) if one not in ports]
+        for attempt in [int(port), *fresh, 0] if port else [*fresh, 0]:
             probe = socket.socket()
             held.append(probe)  # kept open until all are found, so that they differ
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

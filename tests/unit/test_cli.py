@@ -214,6 +214,7 @@ def test_a_port_that_is_taken_is_not_asked_for(tmp_path: Path) -> None:
         ports = local_services._ports(lock, 2)
         assert port not in ports
         assert len(set(ports)) == 2
+        assert set(ports) <= set(local_services.FRESH_PORTS), "no client is given them while the broker starts"
 
 
 @pytest.mark.parametrize(
