@@ -1,6 +1,7 @@
 """Pages that people follow: their commands, in order, in one shell, with nothing but what a checkout has."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from pipelines.home import HOME_VARIABLE
 from tests.archive_checker import check
 from tests.integration.whole_run import ROOT, Ran, Running, environment_of
+from workers.taps import evaluate
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -53,6 +55,18 @@ def _followed(page: str, folder: Path, limit_s: float) -> Ran:
                 process.send_signal(signal.SIGKILL)
         popen.wait()
     return ran
+
+
+def test_the_tutorial_can_be_followed_from_its_first_command_to_its_last(tmp_path: Path) -> None:
+    said = _followed("TUTORIAL.md", tmp_path, 1700.0).said
+    run_dir = tmp_path / "runs" / "first"
+    assert check(run_dir) == []
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 16
+    for words in ("exit code 130", "to the last bit", "byte for byte", "as it was: all tokens equal"):
+        assert words in said
+    assert list(evaluate.fingerprints(run_dir)) == [0, 4, 8, 12, 16]
+    assert (tmp_path / "first.html").stat().st_size > 10_000
+    assert (tmp_path / "first-model" / "model.safetensors").is_file()
 
 
 def test_a_task_of_ones_own_is_made_and_rehearsed_as_the_page_says(tmp_path: Path) -> None:
