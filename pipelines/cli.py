@@ -286,7 +286,9 @@ def replay(
     since: Annotated[
         str, typer.Option(metavar="WHEN", help="--to: from a time, 10m ago, or a position. With --step A-B: steps.")
     ] = "",
-    until: Annotated[str, typer.Option(metavar="WHEN", help="--to: up to there.")] = "",
+    until: Annotated[
+        str, typer.Option(metavar="WHEN|EVENT", help="--to: up to there. --decisions: to an event; how things stood.")
+    ] = "",
     speed: Annotated[
         float | None, typer.Option(metavar="X", help="--to: 1 = as it was in time; else as fast as possible.")
     ] = None,
@@ -299,10 +301,11 @@ def replay(
         from pipelines.replay_to import Wanted
         from pipelines.runs import find_run
 
-        wanted = Wanted(to, name, tuple(topics or ()), step, since, until, speed)
+        event = until if not to and (decisions or what_if) else ""
+        wanted = Wanted(to, name, tuple(topics or ()), step, since, "" if event else until, speed)
         if not to and wanted != Wanted("", step=step):
             raise typer.BadParameter("--as, --topic, --since, --until, --speed go with --to BROKER")
-        ask = Ask(step, decisions, tuple(what_if or ()), group, regenerate, wanted if to else None)
+        ask = Ask(step, decisions, tuple(what_if or ()), group, regenerate, wanted if to else None, event)
         raise typer.Exit(0 if play(find_run(run, runs_dir), ask, as_json=as_json) else 1)
 
 

@@ -15,7 +15,7 @@ _SHOWN = ("loss", "grad_norm")
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What of a run is to be played again: one of `step` (a number or `all`), `decisions`, `group` (with `regenerate`:
-    sampled again); with `to` none but `step`, which then is a range."""
+    sampled again); with `to` none but `step`, which then is a range. `until`: the last event of `decisions`."""
 
     step: str | None = None
     decisions: bool = False
@@ -23,6 +23,7 @@ class Ask:
     group: int | None = None
     regenerate: bool = False
     to: replay_to.Wanted | None = None
+    until: str = ""
 
     def __post_init__(self) -> None:
         """BadInput."""
@@ -36,6 +37,8 @@ class Ask:
             raise BadInput(
                 "replay what? Give one of --step N, --step all, --decisions [--what-if a.b=c], --group G, --to BROKER"
             )
+        if self.until and not (self.until.isascii() and self.until.isdigit() and int(self.until)):
+            raise BadInput(f"--until {self.until}: with --decisions the number of an event, from 1 on")
 
 
 def play(run_dir: Path, ask: Ask, *, as_json: bool) -> bool:
@@ -48,7 +51,7 @@ def play(run_dir: Path, ask: Ask, *, as_json: bool) -> bool:
         return _steps(run_dir, ask.step, as_json=as_json)
     if ask.group is not None:
         return _group(run_dir, ask.group, ask.regenerate, as_json=as_json)
-    decisions = replay_decisions.decide_again(run_dir, ask.what_if)
+    decisions = replay_decisions.decide_again(run_dir, ask.what_if, int(ask.until) if ask.until else None)
     print(json.dumps(replay_decisions.as_dict(decisions)) if as_json else replay_decisions.as_text(decisions))
     return decisions.same or bool(ask.what_if)
 

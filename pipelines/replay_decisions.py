@@ -1,5 +1,6 @@
 """`dora replay RUN --decisions`: the orchestrator's mind is driven again with the journal's events, and must decide the
-same, byte for byte (I9). With changed settings: the first decision that would have been another one.
+same, byte for byte (I9). With changed settings: the first decision that would have been another one. Or up to an event:
+what was decided on it, and how things stood then.
 
 Rule 1: it ends at the first difference. What was heard after it was the answer to decisions that were not taken.
 """
@@ -33,9 +34,18 @@ class Difference:
     decided: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """The last event, what was decided on it, and figures of the mind then (those of `dora status`)."""
+
+    event: str
+    decided: list[str]
+    figures: dict[str, float]
+
+
 @dataclass
 class Decisions:
-    """How much was decided again as it is written, by kind of effect."""
+    """How much was decided again as it is written, by kind of effect. `stood`: if it ended at the event asked for."""
 
     run: str
     what_if: list[str]
@@ -44,14 +54,16 @@ class Decisions:
     events: int = 0
     effects: Counter[str] = field(default_factory=Counter)
     difference: Difference | None = None
+    stood: Stood | None = None
 
     @property
     def same(self) -> bool:
         return self.difference is None
 
 
-def decide_again(run_dir: Path, what_if: Sequence[str] = ()) -> Decisions:
-    """All of the archived journal, or up to the first difference. `what_if`: other settings, `a.b=c`. BadInput."""
+def decide_again(run_dir: Path, what_if: Sequence[str] = (), until: int | None = None) -> Decisions:
+    """All of the archived journal, or up to event `until` (from 1), or up to the first difference. `what_if`: other
+    settings, `a.b=c`. BadInput."""
     settings = _settings(run_dir, what_if)
     records = journal(run_dir)
     said = Decisions(settings.name, list(what_if), records_all=len(records))
@@ -60,15 +72,21 @@ def decide_again(run_dir: Path, what_if: Sequence[str] = ()) -> Decisions:
         decided: list[str] = []
         written = [effect.model_dump_json() for effect in record.effects]
         for event in record.events:
-            decided += [effect.model_dump_json() for effect in mind.on(event)]
+            effects = [effect.model_dump_json() for effect in mind.on(event)]
+            decided += effects
             said.events += 1
             if decided != written[: len(decided)]:
                 break
+            if said.events == until:
+                said.stood = Stood(event.model_dump_json(), effects, mind.figures())
+                return said
         if decided != written:
             said.difference = _difference(record.sequence, at, written, decided)
             return said
         said.records += 1
         said.effects.update(effect.kind for effect in record.effects)
+    if until is not None:
+        raise BadInput(f"--until {until}: an event from 1 to {said.events}, the journal's last")
     return said
 
 
@@ -126,4 +144,8 @@ def as_text(said: Decisions) -> str:
         one = said.difference
         texts.append(f"record {one.record}, effect {one.effect} is the first that differs:")
         texts += [f"  written  {one.written or 'nothing'}", f"  decided  {one.decided or 'nothing'}"]
+    if said.stood is not None:
+        texts.append(f"event {said.events:,}  {said.stood.event}")
+        texts += [f"  decided  {effect}" for effect in said.stood.decided or ["nothing"]]
+        texts += [f"  {name:<28} {value:g}" for name, value in said.stood.figures.items()]
     return "\n".join(texts)

@@ -1,6 +1,7 @@
 """`dora replay --decisions` and `--group`: the mind decides again as the journal says; the life of a group."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,24 @@ def test_the_first_decision_that_differs_is_shown_and_ends_with_1(tmp_path: Path
     assert '"exhausted":true' in said["difference"]["written"]
     assert '"exhausted":false' in said["difference"]["decided"]
     assert said["records"] == changed[0]
+
+
+def test_up_to_an_event_it_says_what_was_decided_on_it_and_how_things_stood(tmp_path: Path) -> None:
+    decided(tmp_path)
+    mind, events = Mind(settings_of()), played().events
+    for place, event in enumerate(events[:40], 1):
+        effects = [effect.model_dump_json() for effect in mind.on(event)]
+        if place in (1, 40) or effects:
+            stood = decide_again(tmp_path, until=place).stood
+            assert stood is not None
+            assert (stood.event, stood.decided, stood.figures) == (event.model_dump_json(), effects, mind.figures())
+    code, out, _ = asked(tmp_path, "--decisions", "--until", "40")
+    assert code == 0
+    assert f"event 40  {events[39].model_dump_json()}" in out
+    assert re.search(rf"groups_live +{mind.figures()['groups_live']:g}\n", out)
+    for wrong in ("0", "-1", "12x", str(len(events) + 1)):
+        code, _, said = asked(tmp_path, "--decisions", "--until", wrong)
+        assert (code, f"--until {wrong}" in said) == (2, True)
 
 
 def test_what_if_says_the_first_decision_that_a_setting_changes(tmp_path: Path) -> None:
