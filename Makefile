@@ -12,8 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
-# Each worker begins with half of them, in order, so engines that tests share start once; who is done takes a part.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations 15
+# Tests with real parts go to one worker, in order, the others to both (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -q -n 2 --durations 15
 
 .PHONY: help run test test-full soak bench lint fmt lock clean
 .DELETE_ON_ERROR:

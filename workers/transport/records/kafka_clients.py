@@ -24,6 +24,8 @@ from workers.transport.records.bus import BusUnavailable, Fenced, Record, Start,
 INFLIGHT_BYTES_MAX = 64 << 20
 CLOSE_S_MAX = 5.0
 COMMIT_ATTEMPT_S = 3.0
+COMMIT_S_USUAL = 1.0
+"""A transaction that takes longer may have met a broker that died: whether it can be read is looked at."""
 READ_AHEAD_MAX = 200
 """`read_exactly` reads over at most this many unwanted records; a wider gap is jumped."""
 _FENCED = (
@@ -169,6 +171,9 @@ class KafkaSender:
         self._forgotten: set[str] = set()
         self._in_flight: deque[_Sent] = deque()
         self._bytes = 0
+        self._began = 0.0
+        self._written: dict[TopicPartition, _Sent] = {}
+        self._written_before: dict[TopicPartition, _Sent] = {}
 
     def send(
         self, topic: str, value: bytes, headers: Mapping[str, str], *, partition: int = 0, key: bytes | None = None
@@ -182,6 +187,8 @@ class KafkaSender:
         sent = _Sent(self._broker.address, future, len(value))
         self._in_flight.append(sent)
         self._bytes += sent.size
+        if self._transactional:
+            self._written[TopicPartition(topic, partition)] = sent
         return sent
 
     def _settle(self, bytes_max: int, timeout_s: float) -> None:
@@ -203,6 +210,9 @@ class KafkaSender:
         with kafka_errors_of(self._broker.address):
             self._client.begin_transaction()
         self._open = True
+        self._began = clock.monotonic_s()
+        if self._written:
+            self._written_before, self._written = self._written, {}
 
     def commit(self, timeout_s: float) -> None:
         assert self._open, "no transaction is open"
@@ -210,6 +220,31 @@ class KafkaSender:
         with kafka_errors_of(self._broker.address):
             _within(self._client.commit_transaction, timeout_s, "commit")
         self._open = False
+        if clock.monotonic_s() - self._began > COMMIT_S_USUAL:
+            self._show({**self._written_before, **self._written}, timeout_s)
+
+    def _show(self, written: Mapping[TopicPartition, _Sent], timeout_s: float) -> None:
+        """Wait until readers see what was committed. A broker that is killed while it commits may come back, call the
+        transaction complete and have left markers out (Kafka 4.3, one node: it takes partitions that it has not loaded
+        yet for deleted ones); their readers would wait for ever. A commit of the same partitions writes the markers."""
+        last = {place: sent.offset(timeout_s) for place, sent in written.items()}
+        limit = clock.monotonic_s() + timeout_s
+        patience = clock.monotonic_s() + COMMIT_S_USUAL
+        while last:
+            ends = self._broker.ends(last)  # without those that were deleted meanwhile
+            last = {place: offset for place, offset in last.items() if ends.get(place, offset + 1) <= offset}
+            if last and clock.monotonic_s() > limit:
+                hidden = ", ".join(f"{place.topic}[{place.partition}]" for place in last)
+                raise BusUnavailable(f"Kafka at {self._broker.address}: what was committed to {hidden} cannot be read")
+            if last and clock.monotonic_s() > patience:
+                with kafka_errors_of(self._broker.address):
+                    self._client.begin_transaction()
+                    for place in last:
+                        self._client._transaction_manager.maybe_add_partition_to_transaction(place)
+                    _within(self._client.commit_transaction, timeout_s, "commit")
+                patience = clock.monotonic_s() + COMMIT_S_USUAL
+            if last:
+                threading.Event().wait(0.02)
 
     def abort(self) -> None:
         if not self._open:
@@ -217,6 +252,7 @@ class KafkaSender:
         self._open = False
         self._in_flight.clear()
         self._bytes = 0
+        self._written = {}
         with suppress(Fenced), kafka_errors_of(self._broker.address):  # who is fenced has been aborted
             _within(self._client.abort_transaction, self._broker.timeout_s, "abort")
 
