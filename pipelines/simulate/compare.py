@@ -2,11 +2,12 @@
 
 Rule 1: a split is looked for on a smaller copy of the deployment (fewer seats and groups, the same load on each seat),
 among those whose work bound is near the best. The copy has fewer of the very longest responses, so from there the whole
-deployment is tried with more engines for rollout as long as that makes a step shorter.
+deployment is tried with more engines for rollout as long as that makes a step clearly shorter.
 Rule 2: all modes get the same groups with the same lengths.
 Rule 3: each mode is looked at in a thread of its own, which waits for its runs (`runs.py`): all cores have work.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ PROMISING = 2
 """Of these, so many with the least work bound are tried before the others, which are tried only if they could win."""
 FINE = 100
 """Engines that are less than one in so many of all make no difference."""
+GAIN = 0.01
+"""More engines for rollout are tried as long as the last ones made a step shorter by so much of it."""
 COPY = 8
 """Seats and groups of the smaller copy are so many times fewer."""
 COPY_GROUPS_MIN = 64
@@ -110,13 +113,15 @@ def at_best(case: Deployment, tried: dict[int, float], together: Many) -> Found:
     minutes: dict[int, float] = {}
     coming = ranked(tried)[:1]
     while coming:
+        before = min(minutes.values(), default=math.inf)
         jobs = [Job(case, Split(rollout, case.engines_total), 0) for rollout in coming]
         tapes.update(zip(coming, together(jobs), strict=True))
         minutes |= {
             job.split.rollout: _figures(case, job.split, [tapes[job.split.rollout]]).step_minutes for job in jobs
         }
         best = ranked(minutes)[0]
-        coming = _upwards(case, best, minutes[best]) if len(tried) > 1 and best == max(minutes) else []
+        shorter = minutes[best] < (1 - GAIN) * before
+        coming = _upwards(case, best, minutes[best]) if len(tried) > 1 and shorter else []
     split = Split(best, case.engines_total)
     others = together([Job(case, split, seed) for seed in range(1, case.seeds)])
     mine = _figures(case, split, [tapes[best], *others])

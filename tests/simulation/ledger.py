@@ -88,6 +88,7 @@ class Ledger:
         self.completions = 0
         self.end: m.EndRun | None = None
         self.moved_at = 0
+        self.kept_since: int | None = None
         self.resumed_at = -1
         """What is said now was perhaps decided before, after the end of the run."""
         self.unsure: set[int] = set()

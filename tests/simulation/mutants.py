@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "a batch is chosen although I6 breaks",
         "window",
-        "if not rules.oversample and not fits(rules, left.items(), step + 1):",
-        "if False:",
+        "return rules.oversample or fits(rules, left.items(), step + 1)",
+        "return True",
     ),
     Mutant(
         "a batch is taken in order of completion",
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "plain rounding starves old versions",
         "partition",
-        "more = min(left, max(0, getattr(demand, limit) - given[demand.version]))",
+        "more = max(0, min(left, getattr(demand, limit) - given[demand.version]))",
         "share = engines * demand.requests / sum(d.requests for d in demands)\n"
         "            more = round(share) - 1 if limit == 'keep' else 0",
     ),
@@ -242,8 +242,11 @@ MUTANTS = (
     Mutant(
         "an old version gives up engines that it needs",
         "state",
-        "live, min(keep, held), want)",
+        "live, min(keep, held), want, held)",
         "live, 0, 1)",
+    ),
+    Mutant(
+        "old versions keep engines that the newest needs", "partition", "left -= max(0, newest.want - floor)", "pass"
     ),
     Mutant(
         "the barrier lets engines through",

@@ -36,10 +36,24 @@ class Progress(Ledger):
         late = {self._host_of(life.version) for life in lives if any(self._may_wait(sample) for sample in life.samples)}
         rests = self.youngest not in waits | late
         assert not (free and rests and self._could_open()), "a free seat, and nothing was opened"
+        old = [b for b in hosts if not b.booked and b.version != self.youngest]
+        self._check_given_back(now, bool(old) and not free and rests and self._could_open())
         if self.settings.scheduling.legacy_fill and row is not None:
             old = [b for b in hosts if b.version != self.youngest and b.version not in waits | late]
             self._check_filled([b for b in old if sum(b.booked.values()) + tokens <= b.kv_tokens_max])
         self._check_progress(now)
+
+    def _check_given_back(self, now: float, kept: bool) -> None:
+        """Policy `packed`: no engine of an old version is empty for longer than a period if the youngest needs it."""
+        other = self.mode in ("one_step", "partial") or self.settings.scheduling.partition != "packed"
+        if other or not kept or any(books.loading is not None for books in self.books.values()):
+            self.kept_since = None
+        elif self.kept_since is None:
+            self.kept_since = self.now
+        elif now >= self.drawn.quiet_at:
+            kept_s = (self.now - self.kept_since) / S
+            limit = 2 * (self.settings.scheduling.rebalance_period_s + TICK_S)
+            assert kept_s <= limit, f"an engine of an old version is empty for {kept_s:.0f} s, the youngest needs it"
 
     def _check_filled(self, roomy: Sequence[Books]) -> None:
         """`legacy_fill`: no free seat of an old version that a group of it could have, the oldest one's apart."""

@@ -57,6 +57,16 @@ def test_packed_an_old_version_gains_an_engine_only_for_requests_that_wait() -> 
     assert packed(4, [Demand(0, 20, keep=1, want=1), Demand(1, 90)]) == {0: 1, 1: 3}
 
 
+def test_packed_an_old_version_gives_back_only_what_the_newest_needs() -> None:
+    """Version 0 would fit on 1 of its 6 engines: on 6 its requests end sooner. The older of two keeps first."""
+    old = Demand(0, 100, keep=1, want=1, held=6)
+    assert packed(8, [old, Demand(1, 0, live=False)]) == {0: 6, 1: 2}
+    assert packed(8, [old, Demand(1, 90, want=2)]) == {0: 6, 1: 2}
+    assert packed(8, [old, Demand(1, 500, want=5)]) == {0: 3, 1: 5}
+    assert packed(8, [old, Demand(1, 900, want=40, live=False)]) == {0: 1, 1: 7}
+    assert packed(8, [Demand(0, 50, held=4), Demand(1, 50, held=4), Demand(2, 300, want=3)]) == {0: 4, 1: 1, 2: 3}
+
+
 def test_packed_running_requests_of_old_versions_are_not_displaced_for_groups_that_could_be_opened() -> None:
     assert packed(2, [Demand(0, 40, keep=2, want=2), Demand(1, 24, live=False)]) == {0: 2, 1: 0}
 

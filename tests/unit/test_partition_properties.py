@@ -25,9 +25,12 @@ def asked(draw: st.DrawFn) -> list[Demand]:
     demands = []
     for version, requests in enumerate(olds):
         keep = draw(st.integers(0, 12))
-        demands.append(Demand(version, requests, keep=keep, want=draw(st.integers(max(1, keep), 13))))
+        want, held = draw(st.integers(max(1, keep), 13)), draw(st.integers(keep, 20))
+        demands.append(Demand(version, requests, keep=keep, want=want, held=held))
     live = draw(st.booleans())
-    return [*demands, Demand(len(olds), draw(st.integers(1 if live else 0, 300)), live=live)]
+    requests = draw(st.integers(1 if live else 0, 300))
+    want = draw(st.integers(1, 40)) if requests else 0
+    return [*demands, Demand(len(olds), requests, live=live, want=want)]
 
 
 @POLICIES
@@ -98,7 +101,7 @@ def test_proportional_shares_are_within_one_of_the_quota_but_for_the_floor(engin
 
 
 @given(engines=ENGINES, demands=asked())
-def test_packed_keeps_the_engines_of_running_requests_and_gives_no_more_than_is_wanted(
+def test_packed_keeps_the_engines_of_running_requests_and_gives_no_more_than_is_wanted_or_held(
     engines: int, demands: list[Demand]
 ) -> None:
     given_ = packed(engines, demands)
@@ -107,7 +110,9 @@ def test_packed_keeps_the_engines_of_running_requests_and_gives_no_more_than_is_
     needed = sum(max(1, demand.keep) for demand in olds) + (newest.live and newest.requests > 0)
     for demand in olds:
         if asking <= engines:
-            assert given_[demand.version] <= max(1, demand.want)
+            assert given_[demand.version] <= max(1, demand.want, demand.held)
+            if given_[demand.version] > max(1, demand.want):
+                assert given_[newest.version] >= newest.want, "what the newest needs nobody keeps"
         if needed <= engines:
             assert given_[demand.version] >= demand.keep
 

@@ -3,7 +3,7 @@
 from random import Random
 
 from schemas.invariants import feasible
-from workers.orchestrator.window import Candidate, Choice, Rules, choose, fits, needed, openable
+from workers.orchestrator.window import Candidate, Choice, Rules, choose, fits, leaves_room, needed, openable
 
 
 def rules(batch: int, staleness_max: int, factor: float = 2.0, steps: int | None = None) -> Rules:
@@ -56,15 +56,16 @@ def test_equal_deadlines_at_the_end_go_by_completion() -> None:
 
 def test_a_batch_waits_for_an_old_group_that_could_not_be_trained_later() -> None:
     """Version 3 is at its deadline in step 5 (K = 2) and one group of it runs: two newer ones must not pass it."""
-    choice = choose(rules(2, 2), 5, complete(5, 5), [(3, 1), (5, 2)], exhausted=False)
-    assert choice == Choice(blocked=True)
+    assert not leaves_room(rules(2, 2), 5, [(5, 2)], [(3, 1), (5, 2)])
+    assert choose(rules(2, 2), 5, complete(5, 5), [(3, 1), (5, 2)], exhausted=False) == Choice()
     found = [*complete(5, 5), Candidate(2, 3, 2)]
     assert choose(rules(2, 2), 5, found, [(3, 1), (5, 2)], exhausted=False).groups == (2, 0)
 
 
 def test_a_batch_waits_when_later_ones_would_not_hold_what_is_left() -> None:
     """Three groups of version 4 must be in steps 5 and 6; if 5 takes two of version 5, 6 cannot hold three."""
-    assert choose(rules(2, 2), 5, complete(5, 5), [(4, 3), (5, 2)], exhausted=False).blocked
+    assert not leaves_room(rules(2, 2), 5, [(5, 2)], [(4, 3), (5, 2)])
+    assert choose(rules(2, 2), 5, complete(5, 5), [(4, 3), (5, 2)], exhausted=False) == Choice()
 
 
 def test_a04_the_last_batch_takes_what_is_left_and_says_so() -> None:

@@ -125,6 +125,7 @@ class VersionBooks:
     """Figures of one version. `live` = train groups open or complete; `unsampled` = requests that need an engine."""
 
     live: int = 0
+    complete: int = 0
     evaluating: int = 0
     unsampled: int = 0
     waiting: int = 0
@@ -169,6 +170,7 @@ class Groups:
         self.table[group.number] = group
         if group.stage is Stage.COMPLETE:
             self.complete[group.number] = group
+            self.of(group.version).complete += 1
         if group.stage not in LIVE:
             return
         self._count(group, 1)
@@ -235,8 +237,9 @@ class Groups:
         if stage is Stage.COMPLETE:
             group.completed, self.completed = self.completed, self.completed + 1
             self.complete[group.number] = group
-        else:
-            self.complete.pop(group.number, None)
+            self.of(group.version).complete += 1
+        elif self.complete.pop(group.number, None) is not None:
+            self.of(group.version).complete -= 1
         if stage in (Stage.TRAINED, Stage.EVALUATED, Stage.VOIDED):
             del self.table[group.number]
 
@@ -267,3 +270,7 @@ class Groups:
     def live_by_version(self) -> list[tuple[int, int]]:
         """(version, live train groups), oldest first."""
         return [(version, books.live) for version, books in sorted(self.versions.items()) if books.live]
+
+    def complete_by_version(self) -> list[tuple[int, int]]:
+        """(version, complete groups), oldest first."""
+        return [(version, books.complete) for version, books in sorted(self.versions.items()) if books.complete]

@@ -3,7 +3,8 @@
 Rule 1: the sum is the number of engines, and every version that needs an engine gets one while there are enough.
 Rule 2: if there are not, each gets one in order of deadline, oldest first; the newest wait.
 Rule 3 (`packed`): an old version keeps the engines that its running requests need, gains one only for requests that
-wait, gives one back as soon as the rest fits on one fewer; the newest gets all others.
+wait, and gives one back when the rest fits on one fewer and the newest needs it; until then fewer requests on more
+engines end sooner. The newest gets all others.
 Rule 4 (`proportional`, the paper's): engines in proportion to requests; requests may have to wait.
 
 Plain rounding starves old versions: 8 engines, R = (100, 10, 2) rounds to (7, 1, 0) and the window never slides.
@@ -19,7 +20,8 @@ class Demand:
     """What a version asks for.
 
     `requests`: running or waiting; the newest also counts what could be opened. `live`: it has running or waiting ones.
-    `keep`: engines that its running requests need; `want`: those that its running and waiting requests are to have.
+    `keep`: engines that its running requests need; `want`: those that its running and waiting requests are to have (of
+    the newest: with what could be opened); `held`: those that serve or load it.
     """
 
     version: int
@@ -27,6 +29,7 @@ class Demand:
     live: bool = True
     keep: int = 1
     want: int = 1
+    held: int = 0
 
 
 def engines_needed(requests: int, tokens: int, largest: int, seats: int, kv_tokens: int) -> int:
@@ -71,17 +74,21 @@ def proportional(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
 
 
 def packed(engines: int, demands: Sequence[Demand]) -> dict[int, int]:
-    """Old versions get what they need, oldest first; the newest gets the rest, at least 1 if something of it lives."""
+    """Old versions get what they need, oldest first, then keep what the newest does not need; the newest gets the rest,
+    at least 1 if something of it lives."""
     short = _one_each(engines, demands)
     if short is not None:
         return short
     newest = demands[-1]
     olds = [demand for demand in demands[:-1] if demand.requests > 0]
     given = {demand.version: 1 for demand in olds}
-    left = engines - len(olds) - (1 if newest.live and newest.requests > 0 else 0)
-    for limit in ("keep", "want"):
+    floor = 1 if newest.live and newest.requests > 0 else 0
+    left = engines - len(olds) - floor
+    for limit in ("keep", "want", "held"):
+        if limit == "held":
+            left -= max(0, newest.want - floor)
         for demand in olds:
-            more = min(left, max(0, getattr(demand, limit) - given[demand.version]))
+            more = max(0, min(left, getattr(demand, limit) - given[demand.version]))
             given[demand.version] += more
             left -= more
     return _complete(engines, demands, given)

@@ -8,8 +8,6 @@ Rule 2: arithmetic of lag is in `window.py`, shares of engines in `partition.py`
 `groups.py`, what words change in `hearing.py`.
 """
 
-from collections import Counter
-
 from schemas import messages as m
 from workers.orchestrator import partition, window
 from workers.orchestrator.groups import Group, Place, Request, Stage
@@ -71,12 +69,12 @@ class Mind(Hearing):
         if not window.enough(self.rules, len(self.groups.complete), self.groups.live, self.rows.exhausted):
             self.blocked = False
             return
-        complete = [window.Candidate(g.number, g.version, g.completed) for g in self.groups.complete.values()]
         live = self.groups.live_by_version()
-        choice = window.choose(self.rules, self.step_next, complete, live, self.rows.exhausted)
-        self.blocked = choice.blocked
-        if not choice.groups:
+        self.blocked = not window.leaves_room(self.rules, self.step_next, self.groups.complete_by_version(), live)
+        if self.blocked:
             return
+        complete = [window.Candidate(g.number, g.version, g.completed) for g in self.groups.complete.values()]
+        choice = window.choose(self.rules, self.step_next, complete, live, self.rows.exhausted)
         self.chosen = [self.groups.table[number] for number in choice.groups]
         for group in self.chosen:
             self.groups.end(group, Stage.CHOSEN)
@@ -172,17 +170,18 @@ class Mind(Hearing):
 
     def _demand(self, version: int) -> partition.Demand:
         books, held = self.groups.of(version), self.fleet.held(version)
-        live = books.unsampled > 0
+        live, (seats, kv_tokens) = books.unsampled > 0, self.fleet.smallest()
         if version == self.youngest:
             could = min(self._openable() * self.settings.group_size, self.fleet.free_seats())
-            return partition.Demand(version, books.unsampled + could, live)
-        seats, kv_tokens = self.fleet.smallest()
+            requests, longest = books.unsampled + could, self.fleet.request_limit()
+            want = partition.engines_needed(requests, books.tokens + could * longest, longest, seats, kv_tokens)
+            return partition.Demand(version, requests, live, want=want, held=held)
         running = self.fleet.of(version)
         keep = partition.engines_needed(running.requests, running.tokens, books.largest, seats, kv_tokens)
         want = partition.engines_needed(books.unsampled, books.tokens, books.largest, seats, kv_tokens)
         if want > held:
             want = held + (1 if books.unsampled > running.requests else 0)
-        return partition.Demand(version, books.unsampled, live, min(keep, held), want)
+        return partition.Demand(version, books.unsampled, live, min(keep, held), want, held)
 
     def _supplement(self) -> None:
         """Fill free seats: requests that wait, oldest version first, then new groups."""
@@ -284,8 +283,7 @@ class Mind(Hearing):
 
     def figures(self) -> dict[str, float]:
         """What `dora status` and the metrics show."""
-        versions = self.groups.versions.values()
-        complete = Counter(group.version for group in self.groups.complete.values())
+        versions, complete = self.groups.versions.values(), self.groups.complete_by_version()
         return {
             "version": self.published,
             "step_next": self.step_next,
@@ -304,5 +302,5 @@ class Mind(Hearing):
             "prompts_unread": len(self.rows.unread),
             "blocked_by_oldest_s": self.blocked_by_oldest_s,
             **{f"groups_live/lag_{self.step_next - version}": n for version, n in self.groups.live_by_version()},
-            **{f"groups_complete/lag_{self.step_next - version}": n for version, n in complete.items()},
+            **{f"groups_complete/lag_{self.step_next - version}": n for version, n in complete},
         }

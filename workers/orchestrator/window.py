@@ -22,6 +22,7 @@ When the last step n = steps - 1 is chosen every deadline is at most n, so nothi
 step is unknown (`epochs`), the deadline is version + K; when the datasets are exhausted the last batch takes all.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,11 +51,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`groups` in order; empty when the batch cannot be chosen yet. `blocked`: enough is complete, but I6 forbids."""
+    """`groups` in order; empty when the batch cannot be chosen yet."""
 
     groups: tuple[int, ...] = ()
     exhausted: bool = False
-    blocked: bool = False
 
 
 def openable(rules: Rules, newest: int, first: int, live: int) -> int:
@@ -96,6 +96,19 @@ def _is_last(rules: Rules, live: int, exhausted: bool) -> bool:
     return exhausted and (rules.oversample or live <= rules.batch)
 
 
+def leaves_room(rules: Rules, step: int, complete: Iterable[tuple[int, int]], live: Iterable[tuple[int, int]]) -> bool:
+    """Does I6 hold once batch `step` has B of the complete groups, those with the earliest deadline?
+
+    `complete`, `live` = (version, groups), oldest first. Who of the same deadline is taken makes no difference.
+    """
+    left, room = dict(live), rules.batch
+    for version, count in complete:
+        taken = min(room, count)
+        left[version] -= taken
+        room -= taken
+    return rules.oversample or fits(rules, left.items(), step + 1)
+
+
 def choose(
     rules: Rules, step: int, complete: Sequence[Candidate], live: Sequence[tuple[int, int]], exhausted: bool
 ) -> Choice:
@@ -108,13 +121,10 @@ def choose(
     total = sum(count for _, count in live)
     if not enough(rules, len(complete), total, exhausted):
         return Choice()
+    if not leaves_room(rules, step, sorted(Counter(c.version for c in complete).items()), live):
+        return Choice()
     order = sorted(complete, key=lambda c: (deadline(c.version, rules.staleness_max, rules.steps), c.completed))
     taken = order[: rules.batch]
-    left = dict(live)
-    for candidate in taken:
-        left[candidate.version] -= 1
-    if not rules.oversample and not fits(rules, left.items(), step + 1):
-        return Choice(blocked=True)
     for candidate in taken:
         assert lag_allowed(step, candidate.version, rules.staleness_max), f"{candidate} in step {step}"
     return Choice(tuple(candidate.group for candidate in taken), exhausted=_is_last(rules, total, exhausted))
