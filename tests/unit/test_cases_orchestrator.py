@@ -114,6 +114,7 @@ def test_b03_a_sample_stopped_under_versions_2_and_4_goes_on_under_its_own_and_t
     driver.complete(slow.group)
     (batch,) = [b for b in driver.said(m.BatchRecord) if slow.group in dict(b.groups)]
     assert (batch.step, dict(batch.groups)[slow.group]) == (6, 2)
+    driver.host_all()
     other = next(iter(driver.out.values()))
     wrong = {**driver.about(other), "version": other.version - 2, "reason": "moved", "tokens": 3}
     with pytest.raises(AssertionError, match="has version"):
