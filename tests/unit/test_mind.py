@@ -1,10 +1,13 @@
 """The mind from the first version to the end: batches, window, evaluation, what may go. One scenario a test."""
 
+from collections.abc import ValuesView
+
 import pytest
 
 from schemas import messages as m
 from schemas.ids import RequestKey
 from tests.unit.mind_driver import Driver, settings_of
+from workers.orchestrator.groups import Group
 
 
 def test_a06_a_run_starts_at_version_0_with_step_0() -> None:
@@ -117,6 +120,31 @@ def test_b06_a_request_that_outlives_the_next_step_lets_one_more_version_come_an
     driver.score(slow, 1.0, 0)
     driver.score(RequestKey(0, 1, 0), 0.0, 0)
     assert driver.said(m.BatchRecord)[1].groups == ((3, 0), (0, 0))
+
+
+class Watched(dict[int, Group]):
+    """The complete groups; `gathered` counts how often all of them were looked at."""
+
+    gathered = 0
+
+    def values(self) -> ValuesView[Group]:
+        self.gathered += 1
+        return super().values()
+
+
+def test_while_the_oldest_blocks_a_group_that_ends_costs_no_look_at_the_others() -> None:
+    driver = Driver(settings_of(staleness_max=1, scheduling={"live_factor": 8.0}, engines={"count": 8, "seats": 4}))
+    complete = driver.mind.groups.complete = Watched(driver.mind.groups.complete)
+    driver.finish(RequestKey(0, 1, 0))
+    for step in (0, 1):
+        for group in [number for number in driver.running() if number != 0]:
+            driver.complete(group)
+        if step == 0:
+            driver.train()
+            driver.host_all()
+    assert [batch.step for batch in driver.said(m.BatchRecord)] == [0], "step 1 must train group 0"
+    assert driver.mind.blocked
+    assert (len(complete), complete.gathered) == (3, 1)
 
 
 def test_a07_groups_without_signal_are_sampled_past_until_the_limit_then_the_run_stops_with_the_reason() -> None:
